@@ -6,6 +6,7 @@ Left out: the shape of the model (model/config.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,16 +46,19 @@ class AdamWConfig(UpdateConfig):
     """The learning rate at the end of the schedule, as a share of `lr`."""
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr={self.lr}: must be 0 or positive")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"lr={self.lr}: must be 0 or positive, and finite")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas}: both must be in [0, 1)")
-        if not self.eps > 0:
-            raise ValueError(f"eps={self.eps}: must be positive")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay={self.weight_decay}: must be 0 (off) or positive")
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or positive")
+        if not 0 < self.eps < math.inf:
+            raise ValueError(f"eps={self.eps}: must be positive and finite")
+        for name in ("weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be 0 (off) or positive, and finite"
+                )
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: must be in [0, 1]")
         if self.schedule not in ("constant", "cosine", "linear"):
             raise ValueError(f"schedule={self.schedule!r}: must be constant, cosine or linear")
         if self.warmup_steps < 0:

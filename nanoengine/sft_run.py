@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import resource
 import shutil
@@ -100,6 +101,10 @@ class SftConfig(LayoutConfig):
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("lr", "weight_decay", "max_grad_norm", "peak_flops"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: must be 0 or positive, and finite")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -223,11 +223,8 @@ class GrammarCompiler:
             raise _refusal(grammar, problem)
         limits = self._library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
         walker = self._library.LLMatcher(self._trie, source, log_level=0, limits=limits)
-        # What a pattern costs shows at its first use, which for all others had better be here.
-        if not walker.is_error():
-            walker.compute_bitmask()
-        if walker.is_error():
-            raise _refusal(grammar, walker.get_error())
+        if problem := walker.get_error() or _problem_of_a_step(walker.deep_copy()):
+            raise _refusal(grammar, problem)
         return walker
 
     def _source(self, grammar: Grammar) -> str:
@@ -243,6 +240,16 @@ class GrammarCompiler:
             texts = " | ".join(json.dumps(text) for text in grammar.choices)
             return str(make.grammar_from_lark(f"start: {texts}"))
         return str(make.grammar_from_lark(grammar.value))
+
+
+def _problem_of_a_step(walker: Any) -> str:
+    """What goes wrong when a first token is taken; empty if nothing does. What a pattern costs shows
+    there: better here, in a thread of its own, than in a step of the engine."""
+    packed = np.frombuffer(walker.compute_bitmask(), dtype=np.uint8)
+    allowed = np.unpackbits(packed, bitorder="little").nonzero()[0]
+    if len(allowed):
+        walker.consume_token(int(allowed[0]))
+    return str(walker.get_error())
 
 
 def _readable(tokenizer: str) -> str:

@@ -161,7 +161,7 @@ def score_group(
     rollouts: Sequence[Rollout], version: int, scoring: Scoring
 ) -> dict[str, dict[Field, list[Tensor]]]:
     """What `scoring` says of rollouts before their batch is complete, as `Scoring.known`."""
-    samples = _scored(rollouts, _samples(rollouts, version), scoring)
+    samples = _scored(rollouts, samples_of(rollouts, version), scoring)
     found: dict[str, dict[Field, list[Tensor]]] = {}
     rest = iter(samples)
     for rollout in rollouts:
@@ -324,7 +324,7 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     return spec.loss not in (*DISTILLS, "kl_cov") and not is_own(spec.loss) and not any(terms)
 
 
-def _samples(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
+def samples_of(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
     """A sample of each sequence of each rollout, in their order. `staleness` is how many versions
     ago a token was sampled; 0 where the loss mask is 0."""
     return [
@@ -350,7 +350,7 @@ def _rollout_ids(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
-    samples = [sample for sample in _samples(rollouts, version) if any(sample.loss_mask)]
+    samples = [sample for sample in samples_of(rollouts, version) if any(sample.loss_mask)]
     return [sample for sample in samples if sample.group == samples[0].group]
 
 
@@ -369,7 +369,7 @@ def _scored_samples(
     split_R: Sequence[int],
 ) -> list[Sample]:
     """A sample of each sequence of each rollout, with what the loss reads."""
-    samples = _scored(rollouts, _samples(rollouts, version), scoring)
+    samples = _scored(rollouts, samples_of(rollouts, version), scoring)
     samples = _taught(rollouts, samples, spec, scoring)
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
     lengths = [len(sample.tokens) for sample in samples]

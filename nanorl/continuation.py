@@ -3,6 +3,8 @@
 A resumed run goes on in its folder, from its newest checkpoint. Options given with `--resume` hold
 from there on and become the run's own (config.json); history.jsonl has what they were. Refused is
 what would make the stored state, or the scores before and after, mean something else: `KEPT`.
+Every checkpoint has the options that it was made with, so an option that somebody has changed in
+config.json itself is found, and refused where it has a say in what is computed (`by_hand`).
 
 A fork begins in a folder of its own at a checkpoint of another run, which it does not touch. It
 takes over the checkpoint, model, reference and critic (hard links where the file system can) and
@@ -115,6 +117,12 @@ def differences(saved: RunConfig, config: RunConfig) -> Changes:
     }
 
 
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """The options by their names, as a checkpoint keeps them."""
+    options = flatten(config.to_json())
+    return {name: value for name, value in options.items() if name not in _OF_THE_PROCESS}
+
+
 def computes(option: str) -> bool:
     """Whether the option has a say in what is computed."""
     return not _is_among(option, _AROUND)
@@ -149,12 +157,55 @@ def check_resume(saved: RunConfig, config: RunConfig) -> None:
     folder = config.run_dir
     newest = latest_checkpoint(folder / "checkpoints")
     cursor = Cursor() if newest is None else _cursor_of(newest, folder, saved)
+    _refuse_by_hand(saved, config, cursor, folder)
     refused = {name: rule for name in changed if (rule := _kept(name, cursor, is_fork=False))}
     _refuse("--resume", refused, changed, folder)
     _check_steps("--resume", config, cursor, folder)
     had_it = saved.rl.algorithm.needs_reference and saved.rl.reference == config.rl.reference
     if config.rl.algorithm.needs_reference and not had_it:
         _check_reference(config, cursor, folder)
+
+
+def by_hand(saved: RunConfig, cursor: Cursor, run: Path) -> Changes:
+    """The options that config.json, read as `saved`, has otherwise than the checkpoint of `cursor`
+    and than history.jsonl, which has what was given with `--resume` since: recorded, found."""
+    given = dict(cursor.options)
+    for event in RunHistory(run).read():
+        given |= {name: change[1] for name, change in event["changes"].items()}
+    found = recorded(saved)
+    return {
+        name: (given[name], found[name])
+        for name, was in cursor.options.items()
+        if name in found and found[name] not in (was, given[name])
+    }
+
+
+def _refuse_by_hand(saved: RunConfig, config: RunConfig, cursor: Cursor, run: Path) -> None:
+    """ValueError where an option is in force that nobody gave, and that decides what comes out."""
+    now = recorded(config)
+    refused = {
+        name: change
+        for name, change in by_hand(saved, cursor, run).items()
+        if computes(name) and now[name] == change[1]
+    }
+    if not refused:
+        return
+    said = [
+        f"{name} is {json.dumps(found)} there, and was {json.dumps(was)} (write "
+        f"{json.dumps(was)} again{_or_give(name, found, cursor)})"
+        for name, (was, found) in refused.items()
+    ]
+    raise ValueError(
+        f"--resume: {run / 'config.json'} has been changed since the newest checkpoint, and the "
+        f"run would end otherwise: {'; '.join(said)}"
+    )
+
+
+def _or_give(option: str, value: Any, cursor: Cursor) -> str:
+    """How the option may change all the same, if it may."""
+    if _kept(option, cursor, is_fork=False):
+        return ""
+    return f", and give {_flag(option)} {value} with --resume if that is what you want"
 
 
 def _kept(option: str, cursor: Cursor, *, is_fork: bool) -> tuple[str, str] | None:
@@ -304,6 +355,7 @@ def take_over(config: RunConfig) -> None:
         cursor.tasks = ""  # the run notes its own
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
+    cursor.options, cursor.num_starts = recorded(config), 0
     cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger
     adopt_checkpoint(origin.checkpoint, target / "checkpoints", cursor.to_json())
     names = ["model", "reference"]
@@ -325,7 +377,7 @@ def begin(folder: RunFolder, config: RunConfig) -> None:
     Killed in between, it is recorded twice."""
     run = config.run_dir
     newest = latest_checkpoint(run / "checkpoints")
-    before, origin = config, ""
+    before, origin, edited = config, "", Changes()
     kind: EventKind = "begun"
     if config.resume:
         kind, before = "resumed", read_config(run, flag="--resume")
@@ -333,13 +385,15 @@ def begin(folder: RunFolder, config: RunConfig) -> None:
         found = find_origin(config.fork)
         kind, before, origin = "forked", found.config, found.name
     cursor = Cursor() if newest is None else _cursor_of(newest, run, before)
+    if config.resume:
+        edited = by_hand(before, cursor, run)
     RunHistory(run).append(
         Event(
             event=kind,
             at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             phase=cursor.phase,
             step=cursor.rl_steps_done,
-            changes=differences(before, config),
+            changes=edited | differences(before, config),
             origin=origin,
             command=shlex.join(sys.argv),
         )

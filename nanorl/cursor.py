@@ -31,6 +31,9 @@ class Cursor:
     flow: dict[str, Any] = field(default_factory=dict)  # of the trainer (trainer.py, `state`)
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the run, by name; {}: not known
+    model: str = ""  # fingerprint of the model's configuration and tokenizer; "": not known
+    num_starts: int = 0  # of the run's processes, at least; 0: not known
 
     @property
     def place(self) -> tuple[Phase, int]:

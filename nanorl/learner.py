@@ -156,13 +156,18 @@ class Learner:
         return await self.publisher.publish(version)
 
     async def train_and_publish(
-        self, groups: Groups, version: int, scores: Sequence[GroupScores | None] = ()
+        self,
+        groups: Groups,
+        version: int,
+        scores: Sequence[GroupScores | None] = (),
+        probe: Sequence[Rollout] = (),
     ) -> dict[str, Any]:
         """One optimizer batch, then its weights as policy `version`; the metrics of both. `scores`
-        are what `score` said of the groups."""
+        are what `score` said of the groups, `probe` rollouts that the present policy sampled,
+        to measure the log-prob gap on where the batch trains on none."""
         loop = asyncio.get_running_loop()
         async with self.publisher.lent():
-            metrics = await loop.run_in_executor(self.thread, self.train_on, groups, scores)
+            metrics = await loop.run_in_executor(self.thread, self.train_on, groups, scores, probe)
         metrics["sync_s"] = await self.publish(version)
         return metrics
 
@@ -182,7 +187,12 @@ class Learner:
         stats, self._stats = self._stats, {}
         return stats
 
-    def train_on(self, groups: Groups, scores: Sequence[GroupScores | None] = ()) -> dict[str, Any]:
+    def train_on(
+        self,
+        groups: Groups,
+        scores: Sequence[GroupScores | None] = (),
+        probe: Sequence[Rollout] = (),
+    ) -> dict[str, Any]:
         """One optimizer batch (a step for each of its minibatches, `rl.epochs` times); returns the
         metrics of the batch."""
         rl = self.config.rl
@@ -198,11 +208,14 @@ class Learner:
         )
         metrics: dict[str, Any] = dict(batch.metrics)
         self._stats = batch.stats
+        probed = self._probe(batch, probe) if probe else {}  # before the weights change
         if batch.samples and not self._only_critic_learns():
             metrics.update(self._train_policy(batch))
         elif batch.probe:  # a batch without signal still says whether the engines agree
             logps = self.engine.forward_logprobs(batch.probe, temperature=rl.temperature)
             metrics.update(logp_gap(batch.probe, logps))
+        if not metrics.get("logp_gap_tokens"):
+            metrics.update(probed)
         if batch.critic_samples:
             metrics.update(self._train_critic(batch))
         self._num_batches += 1
@@ -215,6 +228,12 @@ class Learner:
                 "report it"
             )
         return metrics
+
+    def _probe(self, batch: TrainBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        from nanorl.gap_probe import gap_on  # only where rollouts run ahead of the trainer
+
+        temperature = self.config.rl.temperature
+        return gap_on(rollouts, self.version, self.engine, batch, temperature=temperature)
 
     def _still_true(
         self, scores: Sequence[GroupScores | None]

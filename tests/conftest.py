@@ -1,6 +1,7 @@
 """Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
 kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,10 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="Hugging Face folder of SmolLM2-135M-Instruct; default: the cache, if it is there",
     )
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="files in a random order, and the tests of each: none may need another before it",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that look at the host's processes run one after the other, in one pytest process. So
     do those that use the worker pool: it is shared, and the machine is small."""
     for item in items:
@@ -32,6 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sandbox"):
             item.add_marker(pytest.mark.xdist_group("sandbox"))
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        shuffle(items, seed)
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """In place. Tests of a file stay together, so that what they share is made once."""
+    rng = random.Random(seed)
+    places = {path: rng.random() for path in sorted({item.path for item in items})}
+    draws = {item: rng.random() for item in items}
+    items.sort(key=lambda item: (places[item.path], draws[item]))
 
 
 @pytest.fixture(autouse=True, scope="session")

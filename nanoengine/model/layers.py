@@ -70,6 +70,12 @@ def rope_tables(
     return cos.to(device, wide), sin.to(device, wide)
 
 
+def neutral_norm(width: int, offset: float, dtype: torch.dtype, device: str) -> Tensor:
+    """The weight of a norm that scales by 1. Not as a difference: on the device meta arithmetic
+    loads TorchDynamo, which takes a second and leaves a folder behind in TMPDIR."""
+    return torch.full((width,), 1.0 - offset, dtype=dtype, device=device)
+
+
 def norm_rows(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMS norm of the last dimension, times weight + offset, which is computed in fp32: a bf16
     weight near 0 would lose its digits in bf16."""
@@ -127,7 +133,7 @@ class DecoderLayer(nn.Module):
         hidden, mlp = config.hidden_size, config.intermediate_size // split.size
 
         def add_norm(name: str, width: int, is_wanted: bool) -> None:
-            fresh = torch.ones(width, dtype=dtype, device=device) - self.family.norm_offset
+            fresh = neutral_norm(width, self.family.norm_offset, dtype, device)
             setattr(self, name, nn.Parameter(fresh) if is_wanted else None)
 
         norms = self.family.norms

@@ -30,7 +30,7 @@ from kernels import Int8Weight, int8_linear, linear, pack_int8, pack_weight
 from kernels.linear import is_native
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
+from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, neutral_norm, rope_tables
 from nanoengine.model.linear import (
     LogprobOptions,
     NoSplit,
@@ -76,9 +76,9 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             self._make_layer(index, dtype, device, is_int8) for index in range(config.num_layers)
         )
-        ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
         self._norm_offset = config.family.norm_offset
-        self.norm = nn.Parameter(ones - self._norm_offset)
+        fresh = neutral_norm(config.hidden_size, self._norm_offset, dtype, device)
+        self.norm = nn.Parameter(fresh)
         self.head: nn.Parameter | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))

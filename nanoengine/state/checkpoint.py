@@ -163,6 +163,16 @@ def latest_checkpoint(root: Path | str) -> Path | None:
     return complete[-1] if complete else None
 
 
+def lost_newest(root: Path | str) -> Path | None:
+    """The checkpoint that `latest` names, if it is not complete any more: another one, or none, is
+    the newest then."""
+    try:
+        name = (Path(root) / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Path(root) / name if name and not (Path(root) / name / META).exists() else None
+
+
 def list_checkpoints(root: Path | str) -> list[Path]:
     """Complete checkpoints in the order in which they were written.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,14 @@ class HttpLimits:
     """Completions in flight, waiting ones included; more are answered 429."""
     max_completions_per_request: int = 128
     """Prompts times n of one request."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not 0 < getattr(self, one.name) < math.inf:
+                raise ValueError(
+                    f"--limits.{one.name.replace('_', '-')} {getattr(self, one.name)}: must be "
+                    "positive and finite"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

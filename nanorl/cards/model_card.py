@@ -17,7 +17,7 @@ from typing import Any
 from nanorl.cards.model_source import ModelSource
 from nanorl.config import RunConfig
 from nanorl.report.evaluation import Evaluation, percent
-from nanorl.report.summary import EVALUATIONS, write_atomically
+from nanorl.report.summary import EVALUATIONS, gap_text, write_atomically
 
 CARD = "README.md"
 MODEL, ADAPTER = "model-trained", "adapter-trained"
@@ -125,8 +125,6 @@ class ModelCard:
         ]
         if not rows:
             return "## Results\n\nThis run measured none."
-        gap = self.summary.get("logp_gap_max")
-        said = "was not measured" if gap is None else f"was at most {gap:.2g} nats"
         return "\n".join(
             [
                 "## Results",
@@ -137,7 +135,8 @@ class ModelCard:
                 "",
                 "Decoding is greedy, and none of the tasks was trained on. This is one run with "
                 f"the seed {self.config.seed}; another seed gives other figures. The gap between "
-                f"the log-probs of the engine that sampled and of the one that trained {said}.",
+                "the log-probs of the engine that sampled and of the one that trained was "
+                f"{gap_text(self.summary)}.",
             ]
         )
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from nanoinfer.params import SamplingParams
-from nanorl.bounds import COUNT, Bound, check_record
+from nanorl.bounds import COUNT, Bound, check_number, check_record
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.options import configure, for_environment, with_options
@@ -79,8 +79,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         check_record(self, "", num_tasks=COUNT, k=Bound(1, 1024, "all rollouts are held in memory"))
-        if self.temperature is not None and self.temperature < 0:
-            raise ValueError(f"--temperature {self.temperature}: must not be negative")
+        if self.temperature is not None:
+            check_number("--temperature ", self.temperature, 0)
         if self.k > 1 and self.temperature == 0.0:
             raise ValueError(
                 f"--temperature 0 with --k {self.k}: greedy samples are all alike; use --k 1"

@@ -22,6 +22,7 @@ from pathlib import Path
 import tyro
 
 from nanoengine.extras import missing
+from nanorl.bounds import POSITIVE, check_record
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.presets import get_preset
@@ -56,6 +57,9 @@ class ServeEnvOptions:
     takes_tasks: bool = False
     """Play tasks that clients made up as well, their answers, files and data; otherwise only those
     that this server drew."""
+
+    def __post_init__(self) -> None:
+        check_record(self, "", deadline_s=POSITIVE, idle_s=POSITIVE)
 
 
 def serve_env(

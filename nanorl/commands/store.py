@@ -17,6 +17,7 @@ from typing import Annotated
 
 import tyro
 
+from nanorl.bounds import COUNT, POSITIVE, check_record
 from nanorl.commands.terminal import printable
 from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.store.address import training_store
@@ -43,6 +44,9 @@ class StoreOptions:
     """Drop what is worth least until all take up so many MiB."""
     vacuum: bool = False
     """Hand free space back, and remove blobs that no rollout names."""
+
+    def __post_init__(self) -> None:
+        check_record(self, "", expire_steps=COUNT, expire_days=POSITIVE, expire_mb=COUNT)
 
 
 def store(options: Annotated[StoreOptions, tyro.conf.arg(name="")]) -> None:

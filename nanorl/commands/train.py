@@ -103,15 +103,15 @@ def train(config: RunConfig) -> int:
 
 def report(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the success rates, where everything is, and what to do next."""
-    from nanorl.report.summary import success_rates
+    from nanorl.report.summary import gap_text, success_rates
 
     print("\nsuccess on held-out tasks, never trained on, greedy:")
     for title, rate, num_tasks in success_rates(summary):
         figure = "not measured" if rate is None else f"{rate:6.1%} of {num_tasks}"
         print(f"  {title:<22} {figure}")
     print(
-        f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap at most "
-        f"{summary['logp_gap_max'] or 0.0:.2g} nats\n"
+        f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap "
+        f"{gap_text(summary)}\n"
         f"look: {config.run_dir}/report.html   metrics: metrics.jsonl   rollouts: rollouts.sqlite\n"
         f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained\n"
         f"{next_steps(config)}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import pickle
 import signal
@@ -48,8 +49,8 @@ class HostingLimits:
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "start_s", "max_result_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
 
 
 class BystanderError(InfrastructureError):

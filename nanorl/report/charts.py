@@ -137,8 +137,9 @@ def build_charts(
 
 
 def is_flat(chart: Chart) -> bool:
-    """True if everything was 0 in every step: a sentence says that better than a picture."""
-    return not any(value for series in chart.series for value in series.values)
+    """True if everything was 0 in every step: a sentence says that better than a picture. What was
+    not measured in every step is drawn."""
+    return all(value == 0 for series in chart.series for value in series.values)
 
 
 def _chart(

@@ -133,8 +133,17 @@ def outcome_section(summary: Mapping[str, Any]) -> str:
         '<section id="outcome"><h2>Held-out success</h2><p>Greedy, on tasks that were never '
         "trained on; whiskers are 95 % intervals. The warm start imitates a teacher; the rest is "
         "reinforcement learning.</p>"
-        f'<div class="card">{success_bars(success_rates(summary))}</div>{_tiles(summary)}</section>'
+        f'<div class="card">{success_bars(success_rates(summary))}</div>{_tiles(summary)}'
+        f"{_missing(summary.get('missing') or ())}</section>"
     )
+
+
+def _missing(records: Sequence[str]) -> str:
+    """What the page cannot show, because the run's folder has lost it."""
+    if not records:
+        return ""
+    items = "".join(f"<li>{text(one)}</li>" for one in records)
+    return f"<p>This page is not whole, for the run's folder has lost records:</p><ul>{items}</ul>"
 
 
 def _tiles(summary: Mapping[str, Any]) -> str:
@@ -147,8 +156,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         ("Wall time", "–" if wall_s is None else duration(wall_s), ""),
         ("Rollouts", number(summary.get("num_rollouts")), ""),
         ("Failed rollouts", number(summary.get("num_failed_rollouts")), ""),
-        ("Log-prob gap, max", number(summary.get("logp_gap_max")), "nats"),
-        ("Log-prob gap, mean", number(summary.get("logp_gap_mean")), "nats"),
+        *_gap_tiles(summary),
         ("Rollout speed", number(summary.get("tokens_per_s_rollout")), "tokens/s"),
         ("Training speed", number(summary.get("tokens_per_s_train")), "tokens/s"),
         ("Peak memory", "–" if rss is None else f"{rss / 2**30:.2f}", "GiB"),
@@ -159,6 +167,20 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         if value != "–"  # of a run that goes on most are not known
     )
     return f'<dl class="tiles">{cells}</dl>'
+
+
+def _gap_tiles(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A finished run says it, too, where its gap was not measured."""
+    gap = summary.get("logp_gap_max")
+    if gap is None:
+        is_over = summary.get("status") == "finished" and summary.get("steps")
+        return [("Log-prob gap", "not measured" if is_over else "–", "")]
+    share = summary.get("logp_gap_share")
+    return [
+        ("Log-prob gap, max", number(gap), "nats"),
+        ("Log-prob gap, mean", number(summary.get("logp_gap_mean")), "nats"),
+        ("Gap measured on", "–" if share is None else f"{100 * share:.0f}", "% of tokens"),
+    ]
 
 
 def curves_section(rows: Sequence[Mapping[str, Any]]) -> str:

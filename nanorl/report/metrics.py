@@ -49,17 +49,19 @@ def flatten_numbers(row: Mapping[str, Any], prefix: str = "") -> dict[str, float
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows in order; [] without a file. A torn last line is left out.
 
-    ValueError if any other line is damaged.
+    ValueError if any other line is damaged, or if steps do not rise.
     """
     path = Path(path)
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn or empty
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            int(row["step"])
+            step = int(row["step"])
+            if rows and step <= rows[-1]["step"]:
+                raise ValueError(f"step {step} follows step {rows[-1]['step']}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number} is not a metrics row ({error}); delete the line, or move "

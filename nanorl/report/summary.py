@@ -56,6 +56,8 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
 """The titles of the evaluations by the names under which they are stored, in their order."""
 
 EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
+    "logp_gap_steps": (int,),  # in which it was measured; a resumed older run counts from there on
+    "logp_gap_share": (float, int),  # measured tokens, of all sampled
     "per_type": (dict,),  # task kind -> PER_TYPE_FIELDS: success rates, and of how many tasks
     "phase_wall_s": (dict,),  # phase name -> seconds
     "wall_s_setup": (float, int),
@@ -76,6 +78,7 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "sandbox": (str,),  # the back end that ran the agent's programs, or none
     "history": (list,),  # events of nanorl.history: begun, resumed, forked, with what changed
     "heldout_n_before": (int,),  # another number than heldout_n where it was changed on the way
+    "missing": (list,),  # of the records, a sentence for each kind: nanorl/missing_records.py
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""
@@ -97,6 +100,19 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
         for name, title in EVALUATIONS.items()
         if name != "before" or summary.get("warm_start_steps") != 0
     ]
+
+
+def gap_text(summary: Mapping[str, Any]) -> str:
+    """How far the log-probs of the two engines were apart, and on how much that was measured."""
+    if summary.get("logp_gap_max") is None:
+        return "not measured"
+    said = f"at most {summary['logp_gap_max']:.2g} nats"
+    if "logp_gap_share" not in summary:
+        return said
+    steps, all_steps = summary["logp_gap_steps"], summary["steps"]
+    return (
+        f"{said} (on {summary['logp_gap_share']:.0%} of the tokens, {steps} of {all_steps} steps)"
+    )
 
 
 def build_summary(fields: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict:

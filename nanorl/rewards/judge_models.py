@@ -6,6 +6,7 @@ Both answer one prompt with one text. Left out: what is asked and what the text 
 from __future__ import annotations
 
 import asyncio
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,8 @@ class JudgeLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_tries", "timeout_s", "max_tokens", "max_at_once"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
 
 
 class JudgeFailed(InfrastructureError):  # noqa: N818 - named as what happened

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoinfer.params import Output, SamplingParams
+from nanorl.bounds import check_number
 from nanorl.roles.clients import ReplicaLost
 from nanorl.weights.disk import DiskOffer
 from nanorl.weights.offer import BaseVersionMissing, Offer, WeightReceiver, WeightsRefused
@@ -60,6 +61,7 @@ class HttpReplica:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url={self.url!r}: must look like http://127.0.0.1:8000")
+        check_number("timeout_s=", self.timeout_s, 0, is_open=True)
 
     @property
     def host(self) -> str:

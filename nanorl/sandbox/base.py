@@ -9,6 +9,7 @@ Next: pool.py (the public entry), bwrap.py (the walls), worker.py (what runs ins
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -117,8 +118,10 @@ class SandboxSpec:
             "max_snapshots": 1,
         }
         for name, floor in floors.items():
-            if not getattr(self, name) >= floor:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least {floor}")
+            if not floor <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be at least {floor}, and finite"
+                )
 
 
 ISOLATED: Mapping[str, frozenset[str]] = {

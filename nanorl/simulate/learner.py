@@ -55,7 +55,7 @@ class SimulatedLearner:
         return self._free_s - start_s
 
     async def train_and_publish(
-        self, groups: Sequence[Sequence[Rollout]], version: int, _: Sequence[None] = ()
+        self, groups: Sequence[Sequence[Rollout]], version: int, *_: Sequence[Any]
     ) -> dict[str, Any]:
         """One batch, then its weights; the metrics are those that the simulation reads."""
         phases, count = self.config.phases, self.config.minibatches

@@ -102,6 +102,7 @@ class _Simulation:
                 learner=cast("ActorHandle[Learner]", learner),
                 collector=self._collector(scheduler),
                 tasks=TaskChooser(SimulatedTasks(), InOrder(), seed=self.config.seed),
+                measures_gap=False,  # no token has a log-prob
             )
             with suppress(_EnoughSteps):
                 await trainer.fit(0, self._on_step)

@@ -12,6 +12,7 @@ Left out: several writers (others may read while one writes).
 from __future__ import annotations
 
 import json
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -278,6 +279,11 @@ class RolloutStore:
         """What came of the rollouts, by step and kind."""
         return self._db.read(partial(count_outcomes, self._db))
 
+    def steps(self) -> set[int]:
+        """The steps whose rollouts were stored, also those that have expired since."""
+        sql = "SELECT DISTINCT step FROM rollouts UNION SELECT step FROM expired"
+        return {int(row[0]) for row in self._db.read(lambda: self._db.query(sql))}
+
     def count(self, where: Filter = EVERY) -> int:
         """How many rollouts a slice has."""
         chosen = where.sql()
@@ -357,8 +363,9 @@ class RolloutStore:
         """
         limits = {"keep_steps": keep_steps, "days": days, "max_bytes": max_bytes}
         for name, limit in limits.items():
-            if limit is not None and (limit <= 0 or (name != "days" and limit < 1)):
-                raise ValueError(f"{name}={limit}: give more than 0, or leave it out")
+            least = 0 if name == "days" else 1
+            if limit is not None and not (limit > 0 and least <= limit < math.inf):
+                raise ValueError(f"{name}={limit}: give a number above 0, or leave it out")
         num_before = len(self)
         with self._lock:
             if keep_steps is not None:

@@ -10,6 +10,7 @@ script in an environment (nanorl/warm_start.py).
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -45,8 +46,10 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         for name in ("right", "habit", "slip", "guess", "miscopy", "stubborn_habit"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative; weights start at 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is negative or not finite; weights start at 0"
+                )
         if not 0 <= self.persistence <= 1:
             raise ValueError(f"persistence={self.persistence} must lie between 0 and 1")
 

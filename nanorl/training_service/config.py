@@ -49,16 +49,6 @@ class ServiceOptions:
     """Answers that are kept for clients that ask again."""
     infer: InferConfig = field(default_factory=InferConfig)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceConfig(ServiceOptions):
-    """Train one base model."""
-
-    model: Path
-    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
-    names: tuple[str, ...] = ()
-    """What clients may call it, besides the path of its folder."""
-
     def __post_init__(self) -> None:
         check_record(
             self,
@@ -72,6 +62,16 @@ class ServiceConfig(ServiceOptions):
             poll_s=NATURAL,
             max_answer_bytes=NATURAL,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(ServiceOptions):
+    """Train one base model."""
+
+    model: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
+    names: tuple[str, ...] = ()
+    """What clients may call it, besides the path of its folder."""
 
     @property
     def base_name(self) -> str:

@@ -22,6 +22,7 @@ import tyro
 from nanoengine.extras import missing
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.agents.loops import LOOPS
+from nanorl.bounds import check_number
 from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_kind
@@ -86,6 +87,8 @@ class ExportOptions:
             raise ValueError("--endpoint sends the spans, --out writes them: give one of them")
         if self.step is not None and self.phase != "rl":
             raise ValueError(f"--step {self.step}: the evaluation {self.phase} has no steps")
+        if self.min_reward is not None:
+            check_number("--min-reward ", self.min_reward)
 
     @property
     def place(self) -> Path:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.policy import BatchPolicy
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, QueueCursor, Row, TransferQueue
+from nanorl.run import Run
 from nanorl.trainer import played_before
-from nanorl.types import Task
+from nanorl.types import Branch, Task
 
 SIZE = 2
 
@@ -201,6 +203,56 @@ def test_what_a_lost_policy_sampled_is_played_again(tmp_path: Path) -> None:
     kept = played_before(journal, cursor, staleness)
     assert [one.index for one in kept] == [4, 6] and journal.indices() == [4, 6]
     assert staleness.overdue(2) == {6}  # begun by version 1, it may not wait beyond step 2
+
+
+@pytest.mark.parametrize("where", ["last token", "another member", "a branch"])
+def test_a_group_that_a_lost_policy_only_ended_is_played_again_too(
+    tmp_path: Path, where: str
+) -> None:
+    """Version 1 began it, so its age says nothing; one token of it is of version 3."""
+    journal, mixed = Journal(tmp_path / "journal.sqlite"), group(4, version=1)
+    first, second = mixed.rollouts
+    last = max(place for place, is_action in enumerate(first.loss_mask) if is_action)
+    if where == "last token":
+        first.versions[last] = 3
+    elif where == "another member":
+        second.versions = [3 if m else -1 for m in second.loss_mask]
+    else:
+        versions = [3 if m else -1 for m in first.loss_mask]
+        first.branches = [
+            Branch(
+                tokens=first.tokens, loss_mask=first.loss_mask, logps=first.logps, versions=versions
+            )
+        ]
+    assert (mixed.oldest_version, mixed.newest_version) == (1, 3)
+    journal.put(mixed)
+    journal.put(group(5, version=1))
+    staleness = StalenessController(max_staleness=1, batch=2 * SIZE, version=2)
+    kept = played_before(journal, QueueCursor(next_index=4), staleness)
+    assert [one.index for one in kept] == [5] and journal.indices() == [5]
+    assert staleness.accepted == 2 * 2 * SIZE + SIZE  # only the other one takes a place
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "is_changed", "num_losses", "kept"),
+    [(True, False, 0, [3]), (True, True, 0, []), (False, False, 0, []), (False, False, 1, [3])],
+)
+def test_a_run_goes_on_with_the_groups_of_its_own_options_alone(
+    tmp_path: Path, is_resumed: bool, is_changed: bool, num_losses: int, kept: list[int]
+) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.put(group(3))
+    journal.close()
+    stood = SimpleNamespace(
+        journal=None,
+        dir=tmp_path,
+        is_changed=is_changed,
+        num_losses=num_losses,
+        config=SimpleNamespace(resume=is_resumed),
+    )
+    Run._open_journal(stood)  # type: ignore[arg-type]
+    assert stood.journal.indices() == kept
+    stood.journal.close()
 
 
 def test_a_damaged_journal_is_begun_anew(tmp_path: Path) -> None:

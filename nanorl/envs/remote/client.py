@@ -9,6 +9,7 @@ Left out: a warm start, for which a demonstrator would have to travel.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import ssl
 import time
@@ -58,8 +59,10 @@ class RemoteOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "patience_s", "max_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--env-args {name}={getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"--env-args {name}={getattr(self, name)}: must be positive and finite"
+                )
 
 
 class RemoteKind:

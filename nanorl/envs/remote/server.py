@@ -17,6 +17,7 @@ import contextlib
 import hmac
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -80,8 +81,10 @@ class ServeLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_episodes", "idle_s", "call_s", "max_body_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--limits.{name} {getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"--limits.{name} {getattr(self, name)}: must be positive and finite"
+                )
 
 
 @dataclass
