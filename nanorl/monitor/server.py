@@ -8,8 +8,9 @@
 
 All need Authorization: Bearer TOKEN, with the token of RUN/monitor.json; the first two take the key
 of --monitor.api-key-file as well. Other users of this machine reach its ports, and a run's figures
-and folder are nobody else's to know. A control verb answers when it is done, which for a drained replica takes as long as its requests;
-two of them wait for each other. A client that hangs up does not stop one.
+and folder are nobody else's to know. A control verb answers when it is done, which for a drained
+replica takes as long as its requests; two of them wait for each other. A client that hangs up does
+not stop one.
 uvicorn runs as a task of the loop and takes no signal: Ctrl-C belongs to the run. It needs the
 extra `monitor` (prometheus_client, starlette, uvicorn, pydantic).
 Left out: TLS and users (put a proxy in front).
