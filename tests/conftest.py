@@ -1,6 +1,7 @@
 """Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
 kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sandbox"):
             item.add_marker(pytest.mark.xdist_group("sandbox"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests name is not kept where the user's own runs are known (nanorl/trust.py)."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True, scope="session")
