@@ -100,6 +100,8 @@ class RolloutStore:
                 f"{self._db.name}: rollouts of schema {found}, this program reads schemas up to "
                 f"{SCHEMA_VERSION}: move it away, or use another --out"
             )
+        if is_read_only and found == 0:
+            raise StoreError(f"{self._db.name}: holds no rollouts: is that a store?")
         if is_read_only and found < SCHEMA_VERSION:
             raise OldSchemaError(
                 f"{self._db.name}: rollouts of schema {found}, this program reads "

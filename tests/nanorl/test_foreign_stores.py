@@ -153,6 +153,20 @@ def test_a_file_does_not_lead_its_reader_to_other_machines(tmp_path: Path) -> No
         open_for_reading(path)
 
 
+def test_a_file_that_is_no_store_is_not_made_one_by_looking(tmp_path: Path) -> None:
+    """Nor one that a link in a run's folder leads to."""
+    theirs, link = tmp_path / "theirs.sqlite", tmp_path / "rollouts.sqlite"
+    for version in (0, 1):
+        change(theirs, f"CREATE TABLE IF NOT EXISTS mine{version} (x)")
+        change(theirs, f"PRAGMA user_version = {version}")
+        if version:
+            link.symlink_to(theirs)
+        before = theirs.read_bytes()
+        with pytest.raises(StoreError):
+            open_for_reading(link if version else theirs)
+        assert theirs.read_bytes() == before
+
+
 def test_names_in_a_file_remove_and_read_nothing_elsewhere(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("all that I have")
