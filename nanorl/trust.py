@@ -44,8 +44,6 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The options that make a machine do something, by what they are named and remembered as."""
 PLAYED = ("env", "reward", "agent", "sandbox")
 """Those that count where episodes are played and nothing is trained."""
-OWN_CODE = ("rl.algorithm.loss", "rl.algorithm.advantage")
-"""Those that are imported as soon as options are read."""
 _ALIASES = {"agent.loop": "agent", "agent.loop_args": "agent-args"}
 
 

@@ -41,9 +41,9 @@ from nanorl.training_service.checkpoints import TinkerPath, make_root
 from nanorl.training_service.clients import Clients
 from nanorl.training_service.config import ServiceConfig
 from nanorl.training_service.keys import ClientKeys
-from nanorl.training_service.machine import Machine
 from nanorl.training_service.messages import read_address, read_forward_backward
 from nanorl.training_service.service import TrainingService, lora_facts
+from nanorl.training_service.shared_base import SharedBase
 
 LOG = logging.getLogger("nanorl.training_service")
 BODY_TIMEOUT_S = 60.0
@@ -64,15 +64,15 @@ def make_app(config: ServiceConfig) -> ServiceApp:
     keys = ClientKeys.of_user(root) if file is None else ClientKeys.read(file)
     threads = config.threads or torch.get_num_threads()
     executor = worker_thread("training-service", torch.device("cpu"), threads)
-    machine = Machine(config, TrainableBase(config), executor)
-    return ServiceApp(Clients(keys, machine), machine, config)
+    shared = SharedBase(config, TrainableBase(config), executor)
+    return ServiceApp(Clients(keys, shared), shared, config)
 
 
 class ServiceApp:
     """The routes over the services of all clients."""
 
-    def __init__(self, clients: Clients, machine: Machine, config: ServiceConfig) -> None:
-        self._clients, self._base, self._config = clients, machine.base, config
+    def __init__(self, clients: Clients, shared: SharedBase, config: ServiceConfig) -> None:
+        self._clients, self._base, self._config = clients, shared.base, config
 
     async def close(self) -> None:
         """End what runs."""

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 
 from nanoinfer.server.http_io import ApiError
 from nanorl.training_service.keys import ClientKeys
-from nanorl.training_service.machine import Machine
 from nanorl.training_service.service import TrainingService
+from nanorl.training_service.shared_base import SharedBase
 
 
 class Clients:
     """The service of each client, by its key."""
 
-    def __init__(self, keys: ClientKeys, machine: Machine) -> None:
-        self._keys, self._machine = keys, machine
+    def __init__(self, keys: ClientKeys, shared: SharedBase) -> None:
+        self._keys, self._shared = keys, shared
         self._services: Mapping[str, TrainingService] = {
-            name: TrainingService(machine, name) for name in keys.names
+            name: TrainingService(shared, name) for name in keys.names
         }
 
     def service_of(self, key: str) -> TrainingService:
@@ -43,4 +43,4 @@ class Clients:
         """End what runs."""
         for service in self._services.values():
             await service.futures.close()
-        await self._machine.close()
+        await self._shared.close()

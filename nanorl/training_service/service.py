@@ -5,7 +5,7 @@ sent twice means the same model. Everything that computes runs in one thread, in
 arrival; of one model, in the order of its numbers. So models do not influence one another.
 
 Left out: what several processes would share. Sessions end with the service; checkpoints stay.
-Next: clients.py (who), app.py (HTTP), machine.py and trained_model.py (the computing).
+Next: clients.py (who), app.py (HTTP), shared_base.py and trained_model.py (the computing).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from nanorl.training_service.checkpoints import (
     client_folder,
 )
 from nanorl.training_service.futures import PROTOBUF, FutureAnswer, Futures, Line
-from nanorl.training_service.machine import Machine
 from nanorl.training_service.messages import ForwardBackward, write_samples
 from nanorl.training_service.requests import (
     CreateModel,
@@ -42,6 +41,7 @@ from nanorl.training_service.requests import (
     SaveWeights,
     SaveWeightsForSampler,
 )
+from nanorl.training_service.shared_base import SharedBase
 from nanorl.training_service.trained_model import TrainedModel
 
 
@@ -76,11 +76,11 @@ class Sampler:
 class TrainingService:
     """All that one client has made, on the machine that all share."""
 
-    def __init__(self, machine: Machine, client: str = "") -> None:
-        self.config, self.base = machine.config, machine.base
+    def __init__(self, shared: SharedBase, client: str = "") -> None:
+        self.config, self.base = shared.config, shared.base
         self.store = CheckpointStore(client_folder(self.config.checkpoints, client))
         self.futures = Futures(self.config.max_answer_bytes)
-        self._machine = machine
+        self._shared = shared
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, Model] = {}
 
@@ -162,12 +162,12 @@ class TrainingService:
         if model is None:
             if name in session.models:  # a late repetition must not make it anew
                 raise ApiError(410, f"model {name!r}: was unloaded; take the next model_seq_id")
-            self._machine.take_room()
+            self._shared.take_room()
             model = self._models[name] = Model(Line(name, self.futures), record)
             session.models.append(name)
 
         async def make() -> FutureAnswer:
-            trained = await self._machine.compute(self.base.make, model.record)
+            trained = await self._shared.compute(self.base.make, model.record)
             if start is not None:
                 await self._load(trained, *start)
             model.trained = trained
@@ -184,7 +184,7 @@ class TrainingService:
                 f"path {path}: is of {saved.base_model} with lora={_shape(saved)}, not of "
                 f"{mine.base_model} with {_shape(mine)}; use create_training_client_from_state"
             )
-        await self._machine.compute(
+        await self._shared.compute(
             lambda: trained.load_state(folder, with_optimizer=with_optimizer)
         )
 
@@ -209,13 +209,13 @@ class TrainingService:
     def _forget(self, name: str) -> None:
         if (model := self._models.pop(name, None)) is not None:
             model.line.close()
-            self._machine.give_room()
+            self._shared.give_room()
 
     def forward_backward(self, request: ForwardBackward) -> tuple[str, str]:
         model = self._model(request.model_id)
 
         async def work() -> FutureAnswer:
-            body = await self._machine.compute(self._trained(model).forward_backward, request)
+            body = await self._shared.compute(self._trained(model).forward_backward, request)
             return FutureAnswer(body, PROTOBUF)
 
         verb = "forward" if request.forward_only else "forward_backward"
@@ -225,7 +225,7 @@ class TrainingService:
         model = self._model(body.model_id)
 
         async def work() -> FutureAnswer:
-            metrics = await self._machine.compute(self._trained(model).optim_step, body.adam_params)
+            metrics = await self._shared.compute(self._trained(model).optim_step, body.adam_params)
             return FutureAnswer.of({"metrics": metrics})
 
         return model.line.submit(body.seq_id, "optim_step", work), body.model_id
@@ -279,7 +279,7 @@ class TrainingService:
             expires=expires,
             user_metadata=body.user_metadata,
         )
-        await self._machine.compute(
+        await self._shared.compute(
             lambda: self.store.save(path, record, write, overwrite=overwrite)
         )
 
@@ -365,7 +365,7 @@ class TrainingService:
             path = sampler.path
             return self.base.weights(None if path is None else self.store.find(path)[0])
 
-        return await self._machine.sample(
+        return await self._shared.sample(
             sampler.key, weights, ids, lambda room: body.params(room, seed)
         )
 

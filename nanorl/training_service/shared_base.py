@@ -21,7 +21,7 @@ from nanorl.training_service.sampling import ParamsOf, Samplers, Weights
 T = TypeVar("T")
 
 
-class Machine:
+class SharedBase:
     """One base model and the thread that computes."""
 
     def __init__(
