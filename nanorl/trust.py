@@ -37,6 +37,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "advantage": ("rl.algorithm.advantage",),
         "curriculum": ("rl.curriculum",),
         "servers": ("rollout.addresses", "rollout.api_key_file"),
+        "cluster": ("cluster.address",),
         "alerts": ("monitor.alerts",),
         "store": ("store",),
     }

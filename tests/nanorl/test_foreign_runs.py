@@ -79,6 +79,7 @@ def naming(evil: Path) -> dict[str, dict[str, Any]]:
         "an advantage": {"env": "guess", "rl__algorithm__advantage": f"{evil}:loss"},
         "a curriculum": {"env": "guess", "rl__curriculum": f"{evil}:Evil"},
         "no sandbox": {"tool__sandbox": "rlimits", "tool__allow_unsafe_sandbox": True},
+        "a cluster": {"env": "guess", "cluster__backend": "ray", "cluster__address": "127.0.0.1:1"},
         "a server": {"env": "http://127.0.0.1:1"},
         "a judge with somebody's key": {
             "env": "guess", "reward": "judge",
@@ -120,7 +121,8 @@ def test_to_play_a_run_of_somebody_else_is_refused_until_it_is_trusted(
         ["replay", str(run)],
         ["train", "--out", str(run), "--resume"],
     ]
-    if "algorithm" not in str(naming(evil)[kind]) and kind != "a curriculum":  # never asked by it
+    is_asked = "algorithm" not in str(naming(evil)[kind])
+    if is_asked and kind not in ("a curriculum", "a cluster"):  # what an evaluation never asks
         plays.append(["eval", str(run), "--out", str(tmp_path / "eval")])
     for words in plays:
         assert cli.main(words) == 2, words
