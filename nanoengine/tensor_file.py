@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 22
+MOST_HEADER_BYTES = 100_000_000
+"""As the library's own limit."""
 
 _CODES = {
     torch.float64: "F64",
@@ -57,16 +59,29 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by name."""
-    with open(path, "rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    found = {}
-    for name, fields in header.items():
-        begin, end = (8 + size + offset for offset in fields["data_offsets"])
-        found[name] = TensorEntry(_DTYPES[fields["dtype"]], tuple(fields["shape"]), begin, end)
-    return found
+    """The tensors of a file by name. `ValueError` for a header that says more than the file has:
+    the file may be somebody else's."""
+    try:
+        with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > min(MOST_HEADER_BYTES, num_bytes):
+                raise ValueError(f"a header of {size} bytes")
+            header: dict[str, Any] = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        return {name: _entry(one, 8 + size, num_bytes) for name, one in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
+
+
+def _entry(fields: Mapping[str, Any], first: int, num_bytes: int) -> TensorEntry:
+    """`first` is where the tensors begin in a file of `num_bytes`."""
+    dtype, shape = _DTYPES[fields["dtype"]], tuple(fields["shape"])
+    begin, end = (first + offset for offset in fields["data_offsets"])
+    is_whole = first <= begin <= end <= num_bytes and all(one >= 0 for one in shape)
+    if not is_whole or math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"a tensor {shape} at {begin} to {end} of {num_bytes} bytes")
+    return TensorEntry(dtype, shape, begin, end)
 
 
 def _make_header(

@@ -243,8 +243,8 @@ class GrammarCompiler:
 
 
 def _problem_of_a_step(walker: Any) -> str:
-    """What goes wrong when a first token is taken; empty if nothing does. What a pattern costs shows
-    there: better here, in a thread of its own, than in a step of the engine."""
+    """What goes wrong when a first token is taken; empty if nothing does. What a pattern costs
+    shows there: better here, in a thread of its own, than in a step of the engine."""
     packed = np.frombuffer(walker.compute_bitmask(), dtype=np.uint8)
     allowed = np.unpackbits(packed, bitorder="little").nonzero()[0]
     if len(allowed):

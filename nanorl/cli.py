@@ -47,6 +47,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "store": Verb("nanorl.commands.store:store", "what rollouts a run has kept; drop some"),
         "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
         "replay": Verb("nanorl.commands.replay:replay", "play rollouts again: equal, or why not"),
+        "trust": Verb("nanorl.commands.trust:trust", "allow what a run of somebody else names"),
         "push": Verb("nanorl.commands.push:push", "upload a run's model and its card to the hub"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
         "serve-training": Verb(

@@ -757,7 +757,9 @@ def flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _without_unread_bounds(data: dict[str, Any]) -> dict[str, Any]:
     """0.1.0 wrote every option's default, also bounds of a correction that has none, which are
     refused now."""
-    algorithm = dict(data.get("rl", {}).get("algorithm", {}))
+    rl = data.get("rl")
+    given = rl.get("algorithm") if isinstance(rl, dict) else None
+    algorithm = dict(given) if isinstance(given, dict) else {}
     if not algorithm or algorithm.get("correction") in BOUNDS:
         return data
     for name in ("correction_low", "correction_high"):

@@ -41,6 +41,7 @@ from nanorl.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.history import Event, EventKind, RunHistory
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import write_atomically
+from nanorl.trust import remember, require
 
 Changes = dict[str, tuple[Any, Any]]
 """Option by its name on the command line, `rl.group_size`: before, after."""
@@ -142,9 +143,11 @@ def read_config(folder: Path, *, flag: str) -> RunConfig:
             f"name the run's folder, or leave {flag.split()[0]} out to start one"
         )
     try:
-        return RunConfig.from_json(json.loads(file.read_text("utf-8")))
-    except json.JSONDecodeError as error:
+        options = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON ({error}); start a new run") from error
+    require(options, folder)
+    return RunConfig.from_json(options)
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -398,4 +401,6 @@ def begin(folder: RunFolder, config: RunConfig) -> None:
             command=shlex.join(sys.argv),
         )
     )
-    folder.record(dataclasses.replace(config, resume=False).to_json())
+    options = dataclasses.replace(config, resume=False).to_json()
+    remember(options)
+    folder.record(options)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ from nanorl.config import RunConfig
 from nanorl.cursor import START
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.parts import model_folder
+from nanorl.report.evaluation import Evaluation
+from nanorl.trust import readable
 
 STAGES = ("untrained", "before", "after")
 
@@ -137,7 +140,18 @@ def read_run(folder: Path) -> RunConfig:
     if options is None:
         raise ValueError(f"{folder}: is not a run's folder, which has the run's config.json")
     # As a resumed run: its model is there and must not be built again.
-    return replace(RunConfig.from_json(options), out=folder, resume=True)
+    return replace(RunConfig.from_json(readable(options)), out=folder, resume=True)
+
+
+def named_options(folder: Path) -> dict[str, Any]:
+    """The options that lie in the folder of a run or of an evaluation, as they are written there.
+    `ValueError` if it is neither."""
+    options = _options(folder)
+    if options is None and (folder / "eval.json").is_file():
+        options = Evaluation.read(folder / "eval.json").about.get("options")
+    if options is None:
+        raise ValueError(f"{folder}: is not the folder of a run or of an evaluation")
+    return options
 
 
 def read_tokenizer(folder: Path) -> ChatTokenizer:
@@ -147,14 +161,14 @@ def read_tokenizer(folder: Path) -> ChatTokenizer:
     return run_tokenizer(config, trained if trained.is_dir() else model_folder(config))
 
 
-def _options(folder: Path) -> dict[str, object] | None:
+def _options(folder: Path) -> dict[str, Any] | None:
     """The options of a run, None of any other folder: a model's config.json knows no preset."""
     file = folder / "config.json"
     if not file.is_file():
         return None
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is not JSON ({error}); is that a run's or a model's?") from None
     return data if isinstance(data, dict) and "preset" in data else None
 

@@ -71,8 +71,11 @@ def open_browser(profile: str) -> webdriver.Chrome:
 
 
 def take_all(browser: webdriver.Chrome, address: str, out: Path) -> None:
+    root, _, key = address.partition("#key=")
+
     def ask(path: str, **query: Any) -> Any:
-        with urllib.request.urlopen(f"{address}api/{path}?{urlencode(query)}") as answer:
+        url, good = f"{root}api/{path}?{urlencode(query)}", {"Authorization": f"Bearer {key}"}
+        with urllib.request.urlopen(urllib.request.Request(url, headers=good)) as answer:
             return json.load(answer)
 
     first = ask("runs")[0]["name"]
@@ -127,7 +130,7 @@ def look(
     shape = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", shape)
     browser.get("about:blank")
-    browser.get(f"{address}#{urlencode(where)}")
+    browser.get(f"{address}&{urlencode(where)}")
     WebDriverWait(browser, 30, 0.05).until(
         lambda _: browser.execute_script(f"return document.querySelector({json.dumps(selector)})")
     )
@@ -152,7 +155,7 @@ def measure(browser: webdriver.Chrome, address: str) -> None:
     times, sizes = [], []
     for _ in range(NUM_OPENINGS):
         browser.get("about:blank")
-        browser.get(f"{address}#view=rollouts")
+        browser.get(f"{address}&view=rollouts")
         found = WebDriverWait(browser, 30, 0.005).until(lambda _: browser.execute_script(script))
         times.append(found[0] / 1000)
         sizes.append(found[1])

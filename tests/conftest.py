@@ -1,6 +1,7 @@
 """Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
 kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
+import os
 import random
 import shutil
 import signal
@@ -50,6 +51,12 @@ def shuffle(items: list[pytest.Item], seed: int) -> None:
     places = {path: rng.random() for path in sorted({item.path for item in items})}
     draws = {item: rng.random() for item in items}
     items.sort(key=lambda item: (places[item.path], draws[item]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests name is not kept where the user's own runs are known (nanorl/trust.py)."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True, scope="session")

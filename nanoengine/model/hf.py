@@ -391,7 +391,9 @@ def _tensor_files(folder: Path) -> list[Path]:
         try:
             weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            if not all(Path(name).name == name for name in names):  # the index is not ours
+                raise ValueError("it names files of other folders")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{folder / INDEX_FILE} is not a safetensors index (JSON with a weight_map): "
                 "fetch it again"

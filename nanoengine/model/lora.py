@@ -29,6 +29,7 @@ from torch import Tensor
 from nanoengine.model.hf import hf_views
 from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig, scale_of
 from nanoengine.model.matrices import adaptable
+from nanoengine.model.patterns import matches_end
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 
@@ -147,7 +148,11 @@ def read_adapter(folder: str | Path) -> dict[str, LowRank]:
     for module, pair in _read_pairs(path / TENSOR_FILE).items():
         if set(pair) != {"A", "B"}:
             raise ValueError(f"{path}: {module} has lora_{next(iter(pair))} alone; fetch it again")
-        adapter[module] = LowRank(pair["A"], pair["B"], _scale(config, module, len(pair["A"])))
+        try:
+            scale = _scale(config, module, len(pair["A"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path / CONFIG_FILE}: no scale for {module}: {error}") from None
+        adapter[module] = LowRank(pair["A"], pair["B"], scale)
     return adapter
 
 
@@ -182,7 +187,12 @@ def write_adapter(
 def _read_config(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist: give a folder that peft saved an adapter to")
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON ({error}); fetch it again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no options; fetch it again")
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{file}: peft_type={config.get('peft_type')!r}; only LORA is supported")
     for name, plain in _PLAIN.items():
@@ -211,7 +221,11 @@ def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        try:
+            is_meant = matches_end(pattern, module)
+        except ValueError as error:
+            raise ValueError(f"alpha_pattern {pattern[:40]!r} {error}") from None
+        if is_meant:
             alpha = value
             break
     return scale_of(alpha, rank, rslora=bool(config.get("use_rslora")))

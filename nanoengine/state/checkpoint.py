@@ -96,6 +96,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: nothing holds {missing[0]} of {name}")
 
     def read(self, name: str) -> Tensor:
+        held = sum(math.prod(part.box.shape) for part in self._parts[name])
+        if math.prod(self.shape(name)) > held:  # before memory is taken for it
+            raise CheckpointError(f"{self.folder}: nothing holds all of {name}")
         out = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.read_into(name, out)
         return out
@@ -155,7 +158,9 @@ def latest_checkpoint(root: Path | str) -> Path | None:
     root = Path(root)
     try:
         name = (root / LATEST).read_text().strip()
-        if name and (root / name / META).exists():
+        if (
+            name and name == Path(name).name and (root / name / META).exists()
+        ):  # not out of the folder
             return root / name
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -206,7 +211,9 @@ def write_meta(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
+    # Not through a link: the folder may have come from elsewhere.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(fd, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -221,6 +228,9 @@ def open_folder(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
             f"format {record['format']}: this version reads formats "
             f"{' and '.join(map(str, READABLE_FORMATS))}"
         )
+    for name in record["files"]:
+        if Path(name).name != name:  # the folder may be somebody else's
+            raise ValueError(f"{name[:80]!r} is no name of a file in it")
     first, step = share
     for name, expected in list(record["files"].items())[first::step]:
         verify_file(folder / name, expected)

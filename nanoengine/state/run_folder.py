@@ -122,7 +122,8 @@ def take_lock(path: Path) -> int:
     ValueError names the process that has it.
     """
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Not through a link, whose file would be emptied: the folder may have come from elsewhere.
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -125,13 +125,20 @@ def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
     return found
 
 
-def read_key(file: Path | None) -> str | None:
-    """The key that clients must send: the only line of `file`. `ValueError` if it is not one."""
+def read_key(file: Path | None, *, flag: str = "--api-key-file") -> str | None:
+    """The key that clients must send: the only line of `file`. `ValueError` if it is not one. A
+    file that other users of the machine can read is told of: they have the key as well."""
     if file is None:
         return None
-    key = file.read_text(encoding="utf-8").strip()
-    if not key or not key.isascii():
-        raise ValueError(f"{file}: the API key must be one line of ASCII text, not empty")
+    try:
+        key = file.expanduser().read_text(encoding="utf-8").strip()
+        mode = file.expanduser().stat().st_mode
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{flag} {file}: the API key must be one line of ASCII text, not empty")
+    if mode & 0o044:
+        LOG.warning("%s %s: other users can read this key; chmod 600 it", flag, file)
     return key
 
 

@@ -18,6 +18,10 @@ class HttpLimits:
     """Longest request body."""
     max_connections: int = 2048
     """Connections at a time; more are closed at once."""
+    max_head_bytes: int = 16 << 10
+    """Length of the head of a request: its address and its headers."""
+    max_headers: int = 100
+    """Lines of a head. As Apache's LimitRequestFields."""
     head_timeout_s: float = 10.0
     """The head of a request must have arrived within this time; the connection is closed
     otherwise."""

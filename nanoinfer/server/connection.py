@@ -1,4 +1,4 @@
-"""A connection of the server: how many there may be, how long one may take to ask and to read.
+"""A connection of the server: how many there may be, how much and how long one may ask.
 
 uvicorn closes a connection that is idle after an answer, but not one that never sends a whole head,
 nor one that never reads: whoever writes to that waits forever, an error after the time limit, too.
@@ -7,6 +7,7 @@ nor one that never reads: whoever writes to that waits forever, an error after t
 from __future__ import annotations
 
 import asyncio
+import re
 
 import h11
 import uvicorn
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nanoinfer.server.config import HttpLimits
 
 KEEP_ALIVE_S = 30
+_HEAD_END = re.compile(rb"\n\r?\n")
 
 
 def server_config(
@@ -35,6 +37,25 @@ def server_config(
     )
 
 
+class _ShortHeads(h11.Connection):
+    """Refuses a head that is long or has many lines before it is parsed, whose time grows with
+    their square. h11 itself measures only what has come in part."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        super().__init__(h11.SERVER, limits.max_head_bytes)
+        self._limits = limits
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            data, _ = self.trailing_data
+            end = _HEAD_END.search(data)
+            size = len(data) if end is None else end.start()
+            num_lines = data.count(b"\n", 0, size)
+            if size > self._limits.max_head_bytes or num_lines > self._limits.max_headers:
+                raise h11.RemoteProtocolError("the head is too large", 431)
+        return super().next_event()
+
+
 def limited_connection(limits: HttpLimits) -> type[H11Protocol]:
     """The protocol of a connection that is held to `limits`."""
 
@@ -43,6 +64,7 @@ def limited_connection(limits: HttpLimits) -> type[H11Protocol]:
         _unread_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            self.conn = _ShortHeads(limits)  # nothing has come yet
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # else the last 64 KiB are not watched
             if len(self.connections) > limits.max_connections:

@@ -33,6 +33,7 @@ from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.parts import load_tasks
 from nanorl.presets import get_preset
 from nanorl.saved_models import SavedModels, find_models
+from nanorl.trust import PLAYED, require
 from nanorl.types import Task
 
 TRAINED, BASE = "trained", "base"
@@ -68,6 +69,9 @@ def opened_session(
     if base is not None:
         find_models(base)  # here: the engine is made when it is first asked
     config = saved.run or _plain_config()
+    if saved.run is not None:
+        is_theirs = not env or env == "code"
+        require(config.to_json(), config.run_dir, PLAYED if is_theirs else ("agent", "sandbox"))
     if env and env != "code":
         config = replace(config, env=env, env_args=(), reward="", tasks=None)
     if max_tokens is not None:

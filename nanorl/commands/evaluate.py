@@ -29,6 +29,7 @@ from nanorl.bounds import COUNT, Bound, check_number, check_record
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.options import configure, for_environment, with_options
+from nanorl.trust import PLAYED, remember, require_but
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
@@ -111,6 +112,8 @@ class EvalOptions:
         if self.env and saved.run is not None:  # another one than the run's, with its own limits
             config = replace(config, env_args=self.env_args)
             config = for_environment(config, run_kind(config, env))
+        if saved.run is not None:
+            require_but(config.to_json(), saved.run.run_dir, PLAYED, given)
         seed = config.evaluation.seed if self.seed is None else self.seed
         return replace(
             config,
@@ -184,6 +187,7 @@ def run_evaluation(
     from nanorl.roles.player import Player
     from nanorl.store import RolloutStore
 
+    remember(config.to_json())
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
     parts = Parts(config, env=env)
     tasks, folder = parts.tasks.heldout, config.run_dir

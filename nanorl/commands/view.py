@@ -85,7 +85,7 @@ def view(
     Args:
         runs: The folders of runs, or of evaluations.
         shown: In the terminal, 20 rollouts at most; any of them means the terminal.
-        host: Address to listen on; the default is this machine alone, others need a key.
+        host: Address to listen on; the default is this machine alone.
         port: 0: any free one, printed at the start.
     """
     if not runs:

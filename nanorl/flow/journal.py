@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from nanorl.flow.group import FinishedGroup
+from nanorl.store.unpacking import unzlib
 
 SCHEMA = 'CREATE TABLE IF NOT EXISTS finished ("index" INTEGER PRIMARY KEY, body BLOB NOT NULL)'
 
@@ -60,7 +61,7 @@ class Journal:
         """All of them by index."""
         with self._lock, closing(self._database.cursor()) as cursor:
             rows = cursor.execute('SELECT body FROM finished ORDER BY "index"').fetchall()
-        return [FinishedGroup.from_text(zlib.decompress(body)) for (body,) in rows]
+        return [FinishedGroup.from_text(unzlib(body)) for (body,) in rows]
 
     def indices(self) -> list[int]:
         with self._lock:

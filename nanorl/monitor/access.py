@@ -1,8 +1,8 @@
-"""monitor.json in the run's folder: where its monitor listens, and the token of the control verbs.
+"""monitor.json in the run's folder: where its monitor listens, and the token of its verbs.
 
 It is written when the server listens, with mode 0600, and removed when the run ends. After
 `kill -9` it stays and leads nowhere, until the run is resumed. Whoever can read the folder as its
-owner can control the run, and nobody else can.
+owner can watch and control the run, and nobody else can.
 """
 
 from __future__ import annotations

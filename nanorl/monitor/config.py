@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanorl.bounds import COUNT, Bound, check_record
 
@@ -14,10 +15,12 @@ class MonitorConfig:
 
     port: int | None = None
     """Serve Prometheus' /metrics, /status and the control verbs on this port; 0: any free one.
-    The run writes the real one, and the control verbs' token, to monitor.json."""
+    The run writes the real one, and the token that all of them need, to monitor.json."""
     host: str = "127.0.0.1"
-    """Address to listen on. On any other than this machine's own, /metrics and /status are open to
-    whoever reaches the port; the control verbs always need the token."""
+    """Address to listen on; the default is this machine alone."""
+    api_key_file: Path | None = None
+    """File with a key that reads /metrics and /status and does nothing else, such as the
+    credentials_file of Prometheus; without one the token of monitor.json alone does."""
     alerts: tuple[str, ...] = ()
     """Where alerts go: apprise addresses, or files with one on each line. Use a file for addresses
     that hold a password: options are recorded in config.json and in the report."""
@@ -35,8 +38,10 @@ class MonitorConfig:
             stall_minutes=Bound(0, 1e6, is_open=True),
             collapse_steps=COUNT,
         )
-        if self.port is None and self.host != type(self).host:
-            raise ValueError(
-                f"--monitor.host {self.host}: nothing listens without --monitor.port; give a port, "
-                "0 for any free one"
-            )
+        for name in ("host", "api_key_file"):
+            value = getattr(self, name)
+            if self.port is None and value != getattr(type(self), name):
+                raise ValueError(
+                    f"--monitor.{name.replace('_', '-')} {value}: nothing listens without "
+                    "--monitor.port; give a port, 0 for any free one"
+                )

@@ -2,12 +2,15 @@
 
     GET    /metrics           for Prometheus
     GET    /status            run and roles as JSON
-    POST   /scale             {"replicas": 3}                      control verbs: they need
-    POST   /replicas          {"address": "http://gpu3:8000"}      Authorization: Bearer TOKEN
-    DELETE /replicas/NAME                                          of RUN/monitor.json
+    POST   /scale             {"replicas": 3}                      control verbs
+    POST   /replicas          {"address": "http://gpu3:8000"}
+    DELETE /replicas/NAME
 
-A control verb answers when it is done, which for a drained replica takes as long as its requests;
-two of them wait for each other. A client that hangs up does not stop one.
+All need Authorization: Bearer TOKEN, with the token of RUN/monitor.json; the first two take the key
+of --monitor.api-key-file as well. Other users of this machine reach its ports, and a run's figures
+and folder are nobody else's to know. A control verb answers when it is done, which for a drained
+replica takes as long as its requests; two of them wait for each other. A client that hangs up does
+not stop one.
 uvicorn runs as a task of the loop and takes no signal: Ctrl-C belongs to the run. It needs the
 extra `monitor` (prometheus_client, starlette, uvicorn, pydantic).
 Left out: TLS and users (put a proxy in front).
@@ -36,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.server.app import is_loopback
+from nanoinfer.server.app import is_loopback, read_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
@@ -81,13 +84,16 @@ class MonitorServer:
         self._verb = asyncio.Lock()
         self._logged: set[str] = set()
         self._token = secrets.token_urlsafe(32)
+        self._read_key: str | None = None
         self._access: MonitorAccess | None = None
         self._server: ServerInLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> MonitorAccess:
-        """Listen, and write monitor.json. `ValueError` for an address that cannot be had."""
+        """Listen, and write monitor.json. `ValueError` for an address that cannot be had, or a file
+        that holds no key."""
         assert self._config.port is not None, "the server is off without a port"
+        self._read_key = read_key(self._config.api_key_file, flag="--monitor.api-key-file")
         listener = listen(self._config.host, self._config.port, flags="--monitor.")
         self._server = ServerInLoop(
             uvicorn.Config(
@@ -140,15 +146,17 @@ class MonitorServer:
         return Route(path, endpoint, methods=[method])
 
     def _check(self, request: Request, is_control: bool) -> None:
-        if is_control:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                raise ApiError(
-                    401, "wrong or missing token; send Authorization: Bearer TOKEN of monitor.json"
-                )
-        elif is_loopback(self._config.host) and not is_loopback(request.url.hostname or ""):
+        host = request.url.hostname or ""
+        if is_loopback(self._config.host) and not is_loopback(host):
             # a web page's own name that was made to lead here
-            raise ApiError(403, f"host {request.url.hostname!r} is not this machine's")
+            raise ApiError(403, f"host {host!r} is not this machine's")
+        given = request.headers.get("authorization", "").encode()
+        readers = [] if is_control or self._read_key is None else [self._read_key]
+        good = [f"Bearer {key}".encode() for key in (self._token, *readers)]
+        if not any([hmac.compare_digest(given, one) for one in good]):  # a list: all are compared
+            raise ApiError(
+                401, "wrong or missing token; send Authorization: Bearer TOKEN of monitor.json"
+            )
 
     def _explained(self, error: Exception) -> ApiError:
         """What the client is told. Only a `ValueError` is its own doing; a defect is logged once,

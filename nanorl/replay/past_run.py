@@ -22,9 +22,10 @@ from nanorl.history import RunHistory
 from nanorl.manifest import Manifest
 from nanorl.options import with_options
 from nanorl.report.evaluation import Evaluation
-from nanorl.saved_models import read_run
+from nanorl.saved_models import named_options, read_run
 from nanorl.store import Entry, RolloutStore, content_hash
 from nanorl.store.address import EVALUATIONS_FILE, training_store
+from nanorl.trust import require
 from nanorl.types import Rollout, Status, Task, TokenStats, derive_seed
 
 Place = tuple[int, int]
@@ -253,6 +254,7 @@ class PastEvaluation(PastRun):
     def __init__(self, folder: Path) -> None:
         """ValueError if it has not come to its end."""
         about = Evaluation.read(folder / "eval.json").about
+        require(about["options"], folder)
         config = RunConfig.from_json(about["options"])
         super().__init__(folder, replace(config, out=folder, resume=True))
         self._temperature = about["temperature"]
@@ -281,6 +283,7 @@ def open_past(folder: Path) -> PastRun:
     """Of a run's folder or an evaluation's. ValueError if it is neither."""
     if (folder / "eval.json").is_file() and not (folder / "config.json").is_file():
         return PastEvaluation(folder)
+    require(named_options(folder), folder)
     return PastRun(folder, read_run(folder))
 
 

@@ -75,6 +75,10 @@ def training_store(folder: Path, store: str) -> str:
     """Where the run in `folder`, whose option `store` is, keeps the rollouts of RL. ValueError if
     none was stored yet."""
     file = folder / TRAINING_FILE
+    if store:
+        from nanorl.trust import require  # here: a store knows nothing of options
+
+        require({"store": store}, folder, ["store"])
     if not store and not file.is_file():
         raise ValueError(f"{folder}: has no {TRAINING_FILE} yet: no rollout of it was stored")
     return store or str(file)

@@ -8,11 +8,21 @@ leaves a file that nobody names, never a row without its file. `sweep` removes s
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection
 from typing import Any
 
 from nanoengine.extras import missing
 from nanorl.store.database import StoreError
+
+_NAME = re.compile(r"[0-9a-f]{64}(\.part)?")
+_OWNER = re.compile(r"[0-9a-f]{32}")
+
+
+def is_local(address: str) -> bool:
+    """Whether the address is one of this machine's files, which fsspec reads as they are."""
+    scheme, separator, _ = address.partition("://")
+    return "::" not in address and (not separator or scheme == "file")
 
 
 class BlobFolder:
@@ -30,6 +40,8 @@ class BlobFolder:
             self._files, root = fsspec.core.url_to_fs(address)
         except (ValueError, ImportError) as error:
             raise ValueError(f"--store ...?blobs={address}: {error}") from None
+        if not _OWNER.fullmatch(owner):
+            raise StoreError(f"{address}: {owner!r} is no owner of blobs, which is a number")
         self._address, self._root = address, f"{root.rstrip('/')}/{owner}"
 
     def put(self, content: bytes) -> str:
@@ -66,7 +78,7 @@ class BlobFolder:
         """Of all blobs, by name."""
         found: dict[str, Any] = self._files.find(self._root, detail=True)
         named = {path.rpartition("/")[2]: about for path, about in found.items()}
-        return {name: about["size"] for name, about in named.items()}
+        return {name: about["size"] for name, about in named.items() if _NAME.fullmatch(name)}
 
     def sweep(self, named: Collection[str]) -> int:
         """Remove those that no row names; their number."""
@@ -84,6 +96,9 @@ class BlobFolder:
         self._files.mv(part, path)
 
     def _path(self, name: str) -> str:
+        """StoreError for what a row calls a blob's name and is none: it would lead elsewhere."""
+        if not _NAME.fullmatch(name):
+            raise StoreError(f"{name!r} is no blob's name: the store is damaged: move it away")
         return f"{self._root}/{name[:2]}/{name}"
 
     def _error(self, action: str, name: str, error: OSError) -> StoreError:

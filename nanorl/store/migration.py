@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from nanorl.store.database import STEP_SHIFT, Database, StoreError
 from nanorl.store.expiry import worths
 from nanorl.store.rows import LISTS, Filed, insert_rows, pack_stats, to_rows
+from nanorl.store.unpacking import unzlib
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan, kind_of
 
 COLUMNS = ("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "extra")
@@ -121,8 +121,8 @@ def _to_sequence(blobs: Mapping[str, Any], about: Json) -> Branch:
 def _unpack(blob: bytes) -> list[Any]:
     """Three characters of numpy dtype, then a zlib stream."""
     try:
-        return np.frombuffer(zlib.decompress(blob[3:]), dtype=blob[:3].decode("ascii")).tolist()
-    except (zlib.error, TypeError, UnicodeDecodeError) as error:
+        return np.frombuffer(unzlib(blob[3:]), dtype=blob[:3].decode("ascii")).tolist()
+    except (ValueError, TypeError) as error:
         raise ValueError(f"damaged token list of {len(blob)} bytes: {error}") from error
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import zstandard
 
 from nanorl.store.database import Database
+from nanorl.store.unpacking import unzstd
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
 
 LISTS = ("tokens", "loss_mask", "logps", "versions")
@@ -39,6 +40,8 @@ ENTRY_COLUMNS = (
     *("rollout_id", "task_id", "group_id", "kind", "step", "version", "status", "reward"),
     *("num_tokens", "num_turns", "num_failed_turns", "content_hash"),
 )
+_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+"""What comes of reading a content that nobody wrote so."""
 TURN_COLUMNS = ("turn", "num_tokens", "num_observation_tokens", "reward", "is_failed")
 
 
@@ -155,21 +158,22 @@ def from_content(entry: Entry, content: bytes) -> Rollout:
     """The rollout of an entry and its content; ValueError if the bytes are damaged."""
     try:
         header, sequences = _unpack_content(content)
-    except (zstandard.ZstdError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"damaged content of {len(content)} bytes: {error}") from error
+        metrics, error, hindsight = header["metrics"], header["error"], header.get("hindsight", [])
+        own, *branches = sequences
+    except _DAMAGE as fault:
+        raise ValueError(f"damaged content of {len(content)} bytes: {fault}") from fault
     lengths = [len(sequence.tokens) for sequence in sequences]
     if sum(lengths) != entry.num_tokens:
         raise ValueError(f"sequences of {lengths} tokens, not {entry.num_tokens} in all")
-    own, *branches = sequences
     return Rollout(
         task_id=entry.task_id,
         group_id=entry.group_id,
         rollout_id=entry.rollout_id,
         reward=entry.reward,
         status=entry.status,
-        metrics=header["metrics"],
-        error=header["error"],
-        hindsight=header.get("hindsight", []),
+        metrics=metrics,
+        error=error,
+        hindsight=hindsight,
         branches=branches,
         turn_spans=own.turn_spans,
         turn_rewards=own.turn_rewards,
@@ -310,7 +314,7 @@ def _about(sequence: Branch, packed: _Packed) -> dict[str, Any]:
 
 
 def _unpack_content(content: bytes) -> tuple[dict[str, Any], list[Branch]]:
-    data = zstandard.decompress(content)
+    data = unzstd(content)
     place = NUM_LENGTH_BYTES + int.from_bytes(data[:NUM_LENGTH_BYTES], "little")
     header = json.loads(data[NUM_LENGTH_BYTES:place])
     sequences = []
@@ -345,19 +349,18 @@ def pack_stats(stats: TokenStats) -> bytes:
 
 def unpack_stats(content: bytes) -> TokenStats:
     """ValueError if the bytes are damaged."""
-    try:
-        data = zstandard.decompress(content)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"damaged statistics of {len(content)} bytes: {error}") from error
+    data = unzstd(content)
     place = NUM_LENGTH_BYTES + int.from_bytes(data[:NUM_LENGTH_BYTES], "little")
-    header = json.loads(data[NUM_LENGTH_BYTES:place])
-    rest = iter(np.frombuffer(data, header["dtype"], offset=place).tolist())
-    return TokenStats(
-        values={
+    try:
+        header = json.loads(data[NUM_LENGTH_BYTES:place])
+        rest = iter(np.frombuffer(data, header["dtype"], offset=place).tolist())
+        values = {
             name: [list(islice(rest, length)) for length in lengths]
             for name, lengths in header["shape"].items()
         }
-    )
+    except _DAMAGE as fault:
+        raise ValueError(f"damaged statistics of {len(content)} bytes: {fault}") from fault
+    return TokenStats(values=values)
 
 
 # -- hash ------------------------------------------------------------------------------------------

@@ -21,6 +21,13 @@ CHECKPOINT_PAGES = 4_000
 """16 MiB of log before it is folded into the file: random pages are then written once, not often"""
 TYPES = {"id": "INTEGER", "blob": "BLOB", "clustered": " WITHOUT ROWID"}
 
+_FOREIGN = {
+    "view": "type = 'view'",
+    "trigger": "type = 'trigger'",
+    "virtual table": "type = 'table' AND sql LIKE 'CREATE VIRTUAL%'",
+}
+"""What a file can do beside holding rows, and how it is found."""
+
 # Primary result codes of SQLite (https://www.sqlite.org/rescode.html), each with its remedy.
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "the disk is full: free some space, then go on with --resume",
@@ -56,11 +63,26 @@ class SqliteDatabase:
             )
         try:
             with self._errors("open"):
-                if not is_read_only:
+                self._distrust()
+                if is_read_only:
+                    self._db.execute("PRAGMA query_only = ON")
+                else:
                     self._set_up()
         except BaseException:
             self._db.close()
             raise
+
+    def _distrust(self) -> None:
+        """The file may be somebody else's. StoreError for one that has what would run by itself,
+        or be asked for ever."""
+        self._db.execute("PRAGMA trusted_schema = OFF")
+        for kind, words in _FOREIGN.items():
+            found = self._db.execute(f"SELECT name FROM sqlite_master WHERE {words}").fetchone()
+            if found is not None:
+                raise StoreError(
+                    f"{self.name}: has a {kind}, which no store has ({str(found[0])[:80]!r}): "
+                    "another program made it, move it away"
+                )
 
     def _set_up(self) -> None:
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only takes effect in a new file

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from nanorl.monitor.vitals import vitals
 from nanorl.store.address import StoreAddress
-from nanorl.store.blobs import BlobFolder
+from nanorl.store.blobs import BlobFolder, is_local
 from nanorl.store.database import (
     SCHEMA_VERSION,
     STEP_SHIFT,
@@ -101,6 +101,8 @@ class RolloutStore:
                 f"{self._db.name}: rollouts of schema {found}, this program reads schemas up to "
                 f"{SCHEMA_VERSION}: move it away, or use another --out"
             )
+        if is_read_only and found == 0:
+            raise StoreError(f"{self._db.name}: holds no rollouts: is that a store?")
         if is_read_only and found < SCHEMA_VERSION:
             raise OldSchemaError(
                 f"{self._db.name}: rollouts of schema {found}, this program reads "
@@ -117,10 +119,15 @@ class RolloutStore:
 
     def _open_blobs(self, where: StoreAddress, *, is_read_only: bool) -> BlobFolder | None:
         facts = self.facts("store/")
-        address = where.blobs or facts.get(BLOBS, "")
+        address = where.blobs or str(facts.get(BLOBS, ""))
         if not address:
             return None
-        owner = facts.get(OWNER) or uuid.uuid4().hex
+        if not (where.blobs or is_local(address)):  # the file may be somebody else's
+            raise StoreError(
+                f"{self._db.name}: says that its contents lie at {address}: if you know that "
+                f"place, name the store as sqlite:///FILE?blobs={address}"
+            )
+        owner = str(facts.get(OWNER) or uuid.uuid4().hex)
         folder = BlobFolder(address, owner)
         if facts != {BLOBS: address, OWNER: owner} and not is_read_only:
             self.put_fact(OWNER, owner)

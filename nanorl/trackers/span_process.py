@@ -44,7 +44,7 @@ class SpanProcess:
         agent = agent_info(run.config)
         self._resource = Resource({"service.name": "nanorl", "service.version": agent.version})
         tokenizer = run_tokenizer(run.config, run.model_folder)
-        parsers = find_parsers(run.config, tokenizer, lambda _: None)
+        parsers = find_parsers(run.config, tokenizer, lambda _: None, is_running=True)
         self._reader = TrajectoryReader(tokenizer, parsers)
         self._maker = SpanMaker(agent, run.identity)
         self._tried_last = -PAUSE_S

@@ -1,10 +1,10 @@
 """The HTTP side of the training service: routes, keys, and errors that the client knows.
 
-What a client does wrong is a 4xx with one message before any work is done: 400 a bad body, 401 or
-403 a key, 404 a model, path or route that is not there, 410 what is over, 422 a number used twice.
-What can only be found out when a request's turn has come is the answer of its future, which the
-client raises as RequestFailedError. A fetch that finds no answer yet is a 408, as the client
-expects.
+A key says whose a request is; there is none without. What a client does wrong is a 4xx with one
+message before any work is done: 400 a bad body, 401 a key, 404 a model, path or route that is not
+there, 410 what is over, 422 a number used twice. What can only be found out when a request's turn
+has come is the answer of its future, which the client raises as RequestFailedError. A fetch that
+finds no answer yet is a 408, as the client expects.
 Left out: TLS (put a proxy in front).
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -28,7 +27,7 @@ from starlette.routing import Route
 
 from nanoengine.model.device import worker_thread
 from nanoengine.tensor_file import CheckpointError
-from nanoinfer.server.app import is_foreign_page, is_loopback, read_key, require_key
+from nanoinfer.server.app import require_key
 from nanoinfer.server.http_io import (
     ApiError,
     HungUpError,
@@ -38,13 +37,15 @@ from nanoinfer.server.http_io import (
 )
 from nanorl.training_service import requests as bodies
 from nanorl.training_service.base_model import TrainableBase
-from nanorl.training_service.checkpoints import TinkerPath
+from nanorl.training_service.checkpoints import TinkerPath, make_root
+from nanorl.training_service.clients import Clients
 from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.keys import ClientKeys
 from nanorl.training_service.messages import read_address, read_forward_backward
 from nanorl.training_service.service import TrainingService, lora_facts
+from nanorl.training_service.shared_base import SharedBase
 
 LOG = logging.getLogger("nanorl.training_service")
-KEY_PREFIX = "tml-"
 BODY_TIMEOUT_S = 60.0
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -58,23 +59,24 @@ def make_app(config: ServiceConfig) -> ServiceApp:
     if config.threads is not None and not 1 <= config.threads <= 4 * cores:
         raise ValueError(f"threads={config.threads}: must be 1 to {4 * cores}")
     require_key(config.host, has_key=config.api_key_file is not None)
-    key = read_key(config.api_key_file)
-    if key is not None and not key.startswith(KEY_PREFIX):
-        raise ValueError(
-            f"{config.api_key_file}: the client sends only keys that begin with {KEY_PREFIX}; "
-            "write such a one"
-        )
+    root = make_root(config.checkpoints)
+    file = config.api_key_file
+    keys = ClientKeys.of_user(root) if file is None else ClientKeys.read(file)
     threads = config.threads or torch.get_num_threads()
     executor = worker_thread("training-service", torch.device("cpu"), threads)
-    return ServiceApp(TrainingService(config, TrainableBase(config), executor), config, key)
+    shared = SharedBase(config, TrainableBase(config), executor)
+    return ServiceApp(Clients(keys, shared), shared, config)
 
 
 class ServiceApp:
-    """The routes over one service."""
+    """The routes over the services of all clients."""
 
-    def __init__(self, service: TrainingService, config: ServiceConfig, key: str | None) -> None:
-        self.service = service
-        self._config, self._key = config, key
+    def __init__(self, clients: Clients, shared: SharedBase, config: ServiceConfig) -> None:
+        self._clients, self._base, self._config = clients, shared.base, config
+
+    async def close(self) -> None:
+        """End what runs."""
+        await self._clients.close()
 
     def starlette(self) -> Starlette:
         get: dict[str, Handler] = {
@@ -115,38 +117,30 @@ class ServiceApp:
         async def endpoint(request: Request) -> Response:
             try:
                 if path != "healthz":
-                    self._check_key(request)
+                    key = request.headers.get("x-api-key", "")
+                    request.state.service = self._clients.service_of(key)
                 return await handler(request)
             except Exception as error:
                 return _to_api_error(error).response()
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
-    def _check_key(self, request: Request) -> None:
-        if self._key is None:
-            host = request.url.hostname or ""
-            if is_foreign_page(request):
-                raise ApiError(403, "a browser's request; start the service with an API key")
-            if not is_loopback(host) and host not in self._config.allowed_hosts:
-                raise ApiError(403, f"host {host!r} is not this service's; add it to allowed_hosts")
-            return
-        given = request.headers.get("x-api-key", "").encode()
-        if not hmac.compare_digest(given, self._key.encode()):
-            raise ApiError(401, "wrong or missing API key; set TINKER_API_KEY to the service's")
-
     async def _read(self, request: Request, model: type[B]) -> B:
         return await read_body(request, model, self._config.max_body_bytes, BODY_TIMEOUT_S)
 
     async def _submit(
-        self, request: Request, model: type[B], verb: Callable[[B], tuple[str, str]]
+        self,
+        request: Request,
+        model: type[B],
+        verb: Callable[[TrainingService, B], tuple[str, str]],
     ) -> Response:
         """Hand a model's request on. One that is refused takes its number all the same: its client
         goes on with the next, which would wait for this one."""
         value = await read_object(request, self._config.max_body_bytes, BODY_TIMEOUT_S)
         try:
-            return _promise(verb(read_json_body(value, model)))
+            return _promise(verb(_service(request), read_json_body(value, model)))
         except Exception:
-            self.service.pass_over(value.get("model_id"), value.get("seq_id"))
+            _service(request).pass_over(value.get("model_id"), value.get("seq_id"))
             raise
 
     # -- about the service ---------------------------------------------------------------------
@@ -155,8 +149,8 @@ class ServiceApp:
         return JSONResponse({"status": "ok"})
 
     async def capabilities(self, _: Request) -> Response:
-        length = self.service.base.shape.max_position_embeddings
-        names = sorted(self.service.base.names)
+        length = self._base.shape.max_position_embeddings
+        names = sorted(self._base.names)
         facts = {"max_context_length": length, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [{"model_name": n, **facts} for n in names]})
 
@@ -176,28 +170,31 @@ class ServiceApp:
 
     async def create_session(self, request: Request) -> Response:
         await self._read(request, bodies.CreateSession)
-        session = self.service.create_session()
+        self._clients.drop_silent()
+        session = _service(request).create_session()
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, request: Request) -> Response:
-        self.service.touch((await self._read(request, bodies.NamedSession)).session_id)
+        _service(request).touch((await self._read(request, bodies.NamedSession)).session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         await self._read(request, bodies.Anything)
-        self.service.finish_session(request.path_params["name"])
+        _service(request).finish_session(request.path_params["name"])
         return Response(status_code=204)
 
     async def create_model(self, request: Request) -> Response:
-        return _promise(self.service.create_model(await self._read(request, bodies.CreateModel)))
+        return _promise(
+            _service(request).create_model(await self._read(request, bodies.CreateModel))
+        )
 
     async def info(self, request: Request) -> Response:
         body = await self._read(request, bodies.NamedModel)
-        return JSONResponse(self.service.info(body.model_id))
+        return JSONResponse(_service(request).info(body.model_id))
 
     async def unload_model(self, request: Request) -> Response:
         body = await self._read(request, bodies.NamedModel)
-        self.service.unload(body.model_id)
+        _service(request).unload(body.model_id)
         return JSONResponse({"type": "unload_model", "model_id": body.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
@@ -205,72 +202,78 @@ class ServiceApp:
         try:
             # Decoding megabytes would hold up heartbeats.
             message = await asyncio.to_thread(read_forward_backward, raw)
-            return _promise(self.service.forward_backward(message))
+            return _promise(_service(request).forward_backward(message))
         except Exception:
             with contextlib.suppress(ValueError):
-                self.service.pass_over(*read_address(raw))
+                _service(request).pass_over(*read_address(raw))
             raise
 
     async def optim_step(self, request: Request) -> Response:
-        return await self._submit(request, bodies.OptimStep, self.service.optim_step)
+        return await self._submit(request, bodies.OptimStep, TrainingService.optim_step)
 
     # -- weights -------------------------------------------------------------------------------
 
     async def save_weights(self, request: Request) -> Response:
-        return await self._submit(request, bodies.SaveWeights, self.service.save_weights)
+        return await self._submit(request, bodies.SaveWeights, TrainingService.save_weights)
 
     async def load_weights(self, request: Request) -> Response:
-        return await self._submit(request, bodies.LoadWeights, self.service.load_weights)
+        return await self._submit(request, bodies.LoadWeights, TrainingService.load_weights)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
-        save = self.service.save_weights_for_sampler
+        save = TrainingService.save_weights_for_sampler
         return await self._submit(request, bodies.SaveWeightsForSampler, save)
 
     async def weights_info(self, request: Request) -> Response:
         body = await self._read(request, bodies.WeightsInfo)
-        _, record = self.service.store.find(TinkerPath.parse(body.tinker_path))
+        _, record = _service(request).store.find(TinkerPath.parse(body.tinker_path))
         return JSONResponse({"base_model": record.base_model, **lora_facts(record)})
 
     async def checkpoints(self, request: Request) -> Response:
-        found = self.service.store.list(request.path_params.get("run"))
+        found = _service(request).store.list(request.path_params.get("run"))
         return JSONResponse({"checkpoints": found})
 
     async def delete_checkpoint(self, request: Request) -> Response:
         given = request.path_params
         path = TinkerPath.parse(f"tinker://{given['run']}/{given['kind']}/{given['name']}")
-        await asyncio.to_thread(self.service.store.delete, path)
+        await asyncio.to_thread(_service(request).store.delete, path)
         return Response(status_code=204)
 
     # -- sampling ------------------------------------------------------------------------------
 
     async def create_sampling_session(self, request: Request) -> Response:
         body = await self._read(request, bodies.CreateSamplingSession)
-        name = self.service.create_sampling_session(body)
+        name = _service(request).create_sampling_session(body)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sampler(self, request: Request) -> Response:
         name = request.path_params["name"]
-        path = self.service.sampler(name).path
-        facts = {"sampler_id": name, "base_model": self.service.base.name}
+        path = _service(request).sampler(name).path
+        facts = {"sampler_id": name, "base_model": self._base.name}
         return JSONResponse(facts if path is None else facts | {"model_path": str(path)})
 
     async def sample(self, request: Request) -> Response:
-        future, ids = self.service.sample(await self._read(request, bodies.SampleBody))
+        future, ids = _service(request).sample(await self._read(request, bodies.SampleBody))
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
     # -- futures -------------------------------------------------------------------------------
 
     async def retrieve_future(self, request: Request) -> Response:
         body = await self._read(request, bodies.RetrieveFuture)
-        answer = await self.service.futures.fetch(body.request_id, self._config.poll_s)
+        answer = await _service(request).futures.fetch(body.request_id, self._config.poll_s)
         if answer is None:
             again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(again, status_code=408)
         return Response(answer.body, media_type=answer.media_type)
 
     async def cancel_future(self, request: Request) -> Response:
-        self.service.cancel_sample((await self._read(request, bodies.CancelFuture)).request_id)
+        _service(request).cancel_sample((await self._read(request, bodies.CancelFuture)).request_id)
         return Response(status_code=204)
+
+
+def _service(request: Request) -> TrainingService:
+    """That of the client who asks."""
+    found: TrainingService = request.state.service
+    return found
 
 
 def _promise(given: tuple[str, str]) -> Response:

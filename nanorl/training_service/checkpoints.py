@@ -3,8 +3,10 @@
     tinker://RUN/weights/NAME           ROOT/RUN/weights/NAME           state to train on from
     tinker://RUN/sampler_weights/NAME   ROOT/RUN/sampler_weights/NAME   a Hugging Face folder
 
-A run is a model's id. Each folder has a `checkpoint.json` that says what it is. A path with any
-other form, `..` among them, is refused, and nothing outside of the root is read or written.
+That root is a client's own: the service's for the client without a name, ROOT/@NAME for another,
+where no path of anybody else's leads. A run is a model's id. Each folder has a `checkpoint.json`
+that says what it is. A path with any other form, `..` among them, is refused, and nothing outside
+of the root is read or written.
 Left out: publishing, access tokens, archives to download (the folders are there to be copied).
 """
 
@@ -68,11 +70,10 @@ class Record:
 
 
 class CheckpointStore:
-    """The checkpoints of one service, or of several that ran one after the other."""
+    """The checkpoints of one client, of services that ran one after the other."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().resolve()
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root = make_root(root)
 
     def folder(self, path: TinkerPath) -> Path:
         """Where a path lies, whether it is there or not. `ValueError` if a link leads out."""
@@ -160,6 +161,19 @@ class CheckpointStore:
             return
         if isinstance(expires, int | float) and expires < time.time():
             shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def make_root(root: Path) -> Path:
+    """The folder, made if it is not there: other users of the machine cannot look into it."""
+    place = root.expanduser().resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
+def client_folder(root: Path, client: str) -> Path:
+    """Where the checkpoints of a client lie: no RUN begins with the sign."""
+    return root / f"@{client}" if client else root
 
 
 def _aside(folder: Path) -> Path:

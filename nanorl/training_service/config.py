@@ -25,10 +25,9 @@ class ServiceOptions:
     port: int = 8000
     """0: any free one, printed at the start."""
     api_key_file: Path | None = None
-    """File with the key that clients must have as TINKER_API_KEY (it begins with tml-); without one
-    the service listens on this machine alone and takes any key."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names, besides this machine's own, by which clients may call a service without a key."""
+    """File with the keys that clients must have as TINKER_API_KEY, NAME:tml-... on a line for each:
+    what one has made, no other sees. Without it the service listens on this machine alone, and
+    makes a key for its user: CHECKPOINTS/api_key.txt."""
     threads: int | None = None
     """Threads of torch; default: torch's own choice."""
     micro_batch_tokens: int = 2048
@@ -46,7 +45,7 @@ class ServiceOptions:
     poll_s: float = 20.0
     """How long a fetch of a future waits for it before the client has to ask again."""
     max_answer_bytes: int = 256 << 20
-    """Answers that are kept for clients that ask again."""
+    """Answers that are kept for a client that asks again."""
     infer: InferConfig = field(default_factory=InferConfig)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from nanoinfer.server.connection import server_config
 from nanoinfer.server.listening import bind
 from nanorl.training_service.app import ServiceApp, make_app
 from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.keys import OWN_FILE
 
 
 class ServiceServer(uvicorn.Server):
@@ -22,7 +23,7 @@ class ServiceServer(uvicorn.Server):
         where = (config.host, config.port)
         # No line for each request: clients poll.
         super().__init__(server_config(app.starlette(), limits, *where, access_log=False))
-        self._service = app.service
+        self._app, self._config = app, config
 
     @property
     def url(self) -> str:
@@ -34,9 +35,12 @@ class ServiceServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             print(f"training service at {self.url} (TINKER_BASE_URL)", flush=True)
+            if self._config.api_key_file is None:
+                file = self._config.checkpoints.expanduser() / OWN_FILE
+                print(f"its key, yours alone: export TINKER_API_KEY=$(cat {file})", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.close()
+        await self._app.close()
         await super().shutdown(sockets)
 
 

@@ -1,11 +1,11 @@
-"""The verbs of the service: sessions, models and samplers, without anything of HTTP.
+"""The verbs of one client: sessions, models and samplers, without anything of HTTP.
 
 Ids are the client's own: it derives a model's from the session and a number, so a request that is
 sent twice means the same model. Everything that computes runs in one thread, in the order of
 arrival; of one model, in the order of its numbers. So models do not influence one another.
 
 Left out: what several processes would share. Sessions end with the service; checkpoints stay.
-Next: app.py (HTTP), trained_model.py (the computing).
+Next: clients.py (who), app.py (HTTP), shared_base.py and trained_model.py (the computing).
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from nanoengine.tensor_file import CheckpointError
-from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import Output
 from nanoinfer.server.http_io import ApiError
-from nanorl.training_service.base_model import TrainableBase
-from nanorl.training_service.checkpoints import CheckpointStore, Record, TinkerPath
-from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.checkpoints import (
+    CheckpointStore,
+    Record,
+    TinkerPath,
+    client_folder,
+)
 from nanorl.training_service.futures import PROTOBUF, FutureAnswer, Futures, Line
 from nanorl.training_service.messages import ForwardBackward, write_samples
 from nanorl.training_service.requests import (
@@ -40,10 +41,8 @@ from nanorl.training_service.requests import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from nanorl.training_service.sampling import Samplers
+from nanorl.training_service.shared_base import SharedBase
 from nanorl.training_service.trained_model import TrainedModel
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -75,29 +74,19 @@ class Sampler:
 
 
 class TrainingService:
-    """One base model, its clients, and the thread that computes."""
+    """All that one client has made, on the machine that all share."""
 
-    def __init__(
-        self, config: ServiceConfig, base: TrainableBase, executor: ThreadPoolExecutor
-    ) -> None:
-        self.config, self.base = config, base
-        self.store = CheckpointStore(config.checkpoints)
-        self.futures = Futures(config.max_answer_bytes)
-        self._executor = executor
+    def __init__(self, shared: SharedBase, client: str = "") -> None:
+        self.config, self.base = shared.config, shared.base
+        self.store = CheckpointStore(client_folder(self.config.checkpoints, client))
+        self.futures = Futures(self.config.max_answer_bytes)
+        self._shared = shared
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, Model] = {}
-        self._samplers: Samplers | None = None  # made in the event loop that uses it
-
-    async def close(self) -> None:
-        await self.futures.close()
-        if self._samplers is not None:
-            await self._samplers.close()
-        await asyncio.to_thread(self._executor.shutdown)
 
     # -- sessions ------------------------------------------------------------------------------
 
     def create_session(self) -> str:
-        self._drop_silent()
         name = uuid.uuid4().hex
         self._sessions[name] = ClientSession(time.monotonic())
         return name
@@ -117,7 +106,8 @@ class TrainingService:
         for model in session.models if session is not None else ():
             self._forget(model)
 
-    def _drop_silent(self) -> None:
+    def drop_silent(self) -> None:
+        """End the sessions that are not heard of any more."""
         limit = time.monotonic() - self.config.session_timeout_s
         for name in [name for name, one in self._sessions.items() if one.last_seen < limit]:
             self.finish_session(name)
@@ -172,16 +162,12 @@ class TrainingService:
         if model is None:
             if name in session.models:  # a late repetition must not make it anew
                 raise ApiError(410, f"model {name!r}: was unloaded; take the next model_seq_id")
-            if len(self._models) >= self.config.max_models:
-                raise ValueError(
-                    f"create_model: {len(self._models)} models are here already, the most that "
-                    "max_models allows; unload one, or close its session"
-                )
+            self._shared.take_room()
             model = self._models[name] = Model(Line(name, self.futures), record)
             session.models.append(name)
 
         async def make() -> FutureAnswer:
-            trained = await self._compute(self.base.make, model.record)
+            trained = await self._shared.compute(self.base.make, model.record)
             if start is not None:
                 await self._load(trained, *start)
             model.trained = trained
@@ -198,7 +184,9 @@ class TrainingService:
                 f"path {path}: is of {saved.base_model} with lora={_shape(saved)}, not of "
                 f"{mine.base_model} with {_shape(mine)}; use create_training_client_from_state"
             )
-        await self._compute(lambda: trained.load_state(folder, with_optimizer=with_optimizer))
+        await self._shared.compute(
+            lambda: trained.load_state(folder, with_optimizer=with_optimizer)
+        )
 
     def info(self, name: str) -> dict[str, Any]:
         record = self._model(name).record
@@ -221,12 +209,13 @@ class TrainingService:
     def _forget(self, name: str) -> None:
         if (model := self._models.pop(name, None)) is not None:
             model.line.close()
+            self._shared.give_room()
 
     def forward_backward(self, request: ForwardBackward) -> tuple[str, str]:
         model = self._model(request.model_id)
 
         async def work() -> FutureAnswer:
-            body = await self._compute(self._trained(model).forward_backward, request)
+            body = await self._shared.compute(self._trained(model).forward_backward, request)
             return FutureAnswer(body, PROTOBUF)
 
         verb = "forward" if request.forward_only else "forward_backward"
@@ -236,7 +225,7 @@ class TrainingService:
         model = self._model(body.model_id)
 
         async def work() -> FutureAnswer:
-            metrics = await self._compute(self._trained(model).optim_step, body.adam_params)
+            metrics = await self._shared.compute(self._trained(model).optim_step, body.adam_params)
             return FutureAnswer.of({"metrics": metrics})
 
         return model.line.submit(body.seq_id, "optim_step", work), body.model_id
@@ -290,7 +279,9 @@ class TrainingService:
             expires=expires,
             user_metadata=body.user_metadata,
         )
-        await self._compute(lambda: self.store.save(path, record, write, overwrite=overwrite))
+        await self._shared.compute(
+            lambda: self.store.save(path, record, write, overwrite=overwrite)
+        )
 
     def _model(self, name: str) -> Model:
         model = self._models.get(name)
@@ -370,19 +361,12 @@ class TrainingService:
     async def _complete(
         self, sampler: Sampler, body: SampleBody, ids: list[int], seed: int
     ) -> list[Output]:
-        if self._samplers is None:
-            limit = self.config.max_samplers
-            self._samplers = Samplers(self.base.make_sampler, self._executor, limit)
-
         def weights() -> Iterator[tuple[str, Tensor]]:
             path = sampler.path
             return self.base.weights(None if path is None else self.store.find(path)[0])
 
-        return await self._samplers.sample(
-            sampler.key,
-            weights,
-            ids,
-            lambda room: body.params(room, seed),
+        return await self._shared.sample(
+            sampler.key, weights, ids, lambda room: body.params(room, seed)
         )
 
     def _open_sampler(self, session_id: str, number: int, path: TinkerPath | None) -> str:
@@ -390,20 +374,11 @@ class TrainingService:
         session = self.touch(session_id)
         key = self.base.name
         if path is not None:
-            record = self.store.find(path)[1]
+            folder, record = self.store.find(path)
             self._base(record.base_model)
-            key = f"{path}@{record.created}"  # a name may be given again after a deletion
+            key = f"{folder}@{record.created}"  # a name may be given again after a deletion
         session.samplers.setdefault(name, Sampler(path, key, set()))
         return name
-
-    # -- computing -----------------------------------------------------------------------------
-
-    async def _compute(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)` in the thread that computes, to its end."""
-        work: Awaitable[T] = asyncio.get_running_loop().run_in_executor(
-            self._executor, function, *args
-        )
-        return await to_the_end(work)
 
 
 def lora_facts(record: Record) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 Rollouts are read one after the other, so a store of any size is exported in the memory of a few.
 A run that goes on may be exported, too. The run's environment is asked how tools are called; where
-it is not to be found any more, calls are read as the model's chat template writes them.
+it is not to be found any more, or is not trusted, calls are read as the model's chat template
+writes them.
 Left out: the folders of `nanorl eval`, which do not hold the options that their rollouts were
 played with.
 """
@@ -34,6 +35,7 @@ from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.trajectories.atif import AgentInfo, write_atif
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.jsonl import write_jsonl
+from nanorl.trust import unknown
 from nanorl.types import Status
 from nanorl.version import own_version
 
@@ -146,11 +148,19 @@ def _address(options: ExportOptions, config: RunConfig) -> str:
 
 
 def find_parsers(
-    config: RunConfig, tokenizer: ChatTokenizer, say: Callable[[str], None]
+    config: RunConfig,
+    tokenizer: ChatTokenizer,
+    say: Callable[[str], None],
+    *,
+    is_running: bool = False,
 ) -> list[Parser]:
     """The parsers of a run: its environment's, and the one of calls that an agent loop or a client
-    adds, which are in the form of the model's chat template."""
+    adds, which are in the form of the model's chat template. An environment that only the folder
+    of the run names is not imported: the run may be somebody else's, unless it `is_running`."""
     of_model = client_tool_chat(tokenizer, []).parser
+    if not is_running and (found := unknown(config.to_json(), ("env", "agent"))):
+        say(f"calls are read as the model's chat has them: not trusted (nanorl trust): {found}")
+        return [of_model]
     try:
         kind = run_kind(replace(config, reward=""))  # whose score is not asked for
     except ValueError as error:

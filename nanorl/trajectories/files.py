@@ -44,7 +44,8 @@ def whole_file(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     try:
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:  # not through a link that lies there
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

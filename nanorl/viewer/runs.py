@@ -26,11 +26,12 @@ from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.report.summary import EVALUATIONS
-from nanorl.saved_models import read_run, read_tokenizer
+from nanorl.saved_models import named_options, read_run, read_tokenizer
 from nanorl.store import RolloutStore, StoreError
 from nanorl.store.address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.export import find_parsers
+from nanorl.trust import readable, require
 from nanorl.types import Rollout
 from nanorl.viewer.stored import Selection, open_for_reading
 
@@ -88,7 +89,10 @@ class ViewedRun:
     @cached_property
     def _store(self) -> str:
         """Where its rollouts are, if not in its folder."""
-        return "" if self.is_evaluation else read_run(self.folder).store
+        if self.is_evaluation:
+            return ""
+        require(named_options(self.folder), self.folder, ["store"])
+        return read_run(self.folder).store
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class ViewedRun:
                 f"{self.folder}: its eval.json does not say with which options it was played; an "
                 "evaluation of today's version does"
             )
-        return RunConfig.from_json(options)
+        return RunConfig.from_json(readable(options))
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:

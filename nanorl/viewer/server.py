@@ -12,9 +12,10 @@
     GET /api/changes      ?a=RUN &a_phase= &a_id= &b= &b_phase= &b_id=
     GET /overview         ?run=  or for all of them: HTML without scripts
 
-On this machine's own address no key is asked for, but the request must be for that address: another
-web page's name that was made to lead here is refused. On any other address everything but the page
-itself needs the key, which the printed address carries behind its `#`, where no log sees it.
+Everything but the page itself needs the key, which the printed address carries behind its `#`,
+where no log sees it: other users of this machine reach its ports, too. On this machine's own
+address the request must also be for that address: another web page's name that was made to lead
+here is refused.
 The page's policy lets it run its own files alone, and never lets text become markup.
 Left out: TLS (put a proxy in front).
 """
@@ -38,6 +39,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from nanoinfer.server.app import is_loopback
+from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.listening import listen
 from nanorl.store import StoreError
 from nanorl.viewer.overview import comparison_html, overview_html
@@ -66,15 +69,18 @@ HEADERS = {
 }
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 _CLOSE_S = 1
+MOST_CONNECTIONS = 128
+"""At a time; more are closed at once."""
 Query = Mapping[str, str]
 
 
 class ViewerServer:
-    """Answers for some runs. `key` empty: none is asked for, and only this machine is answered."""
+    """Answers for some runs who has the `key`; if it `is_local`, under this machine's own names
+    alone."""
 
-    def __init__(self, runs: Mapping[str, ViewedRun], *, key: str = "") -> None:
+    def __init__(self, runs: Mapping[str, ViewedRun], *, key: str, is_local: bool) -> None:
         self._runs = runs
-        self._key = key
+        self._key, self._is_local = key, is_local
         self._files = _static_files()
 
     def starlette(self) -> Starlette:
@@ -109,15 +115,13 @@ class ViewerServer:
         return endpoint
 
     def _refusal(self, request: Request) -> Response | None:
-        if self._key:
-            given = request.headers.get("authorization", "").encode()
-            if hmac.compare_digest(given, f"Bearer {self._key}".encode()):
-                return None
-            return _json({"error": "wrong or missing key: open the address that was printed"}, 401)
         host = request.url.hostname or ""
-        if is_loopback(host):
-            return None
-        return _json({"error": f"host {host!r} is not this machine's"}, 403)
+        if self._is_local and not is_loopback(host):
+            return _json({"error": f"host {host!r} is not this machine's"}, 403)
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+            return _json({"error": "wrong or missing key: open the address that was printed"}, 401)
+        return None
 
     async def _file(self, request: Request) -> Response:
         name = request.path_params.get("name", "page.html")
@@ -178,13 +182,15 @@ def serve_viewer(
     """Serve until Ctrl-C or SIGTERM. `say` is told the address, once connections are taken.
     ValueError for an address that cannot be had."""
     listener = listen(host, port)
-    key = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    key = secrets.token_urlsafe(24)
     config = uvicorn.Config(
-        ViewerServer(runs, key=key).starlette(),
+        ViewerServer(runs, key=key, is_local=is_loopback(host)).starlette(),
+        http=limited_connection(HttpLimits(max_connections=MOST_CONNECTIONS)),
         ws="none",
         lifespan="off",
         log_level="error",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_S,
     )
     say(_address(host, listener.getsockname()[1], key))
@@ -200,7 +206,7 @@ def serve_viewer(
 def _address(host: str, port: int, key: str) -> str:
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{port}/" + (f"#key={key}" if key else "")
+    return f"http://{name}:{port}/#key={key}"
 
 
 def _static_files() -> dict[str, bytes]:

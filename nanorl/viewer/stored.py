@@ -76,10 +76,13 @@ class Selection:
 
 def open_for_reading(address: str | Path) -> RolloutStore:
     """The store. One that an earlier version of this program wrote is brought to today's tables
-    first. StoreError where it is not there, or damaged."""
+    first. StoreError where it is not there, or damaged, or would have to be brought to today's
+    tables and is a link: what it leads to may be no store at all."""
     try:
         return RolloutStore(address, is_read_only=True)
     except OldSchemaError:
+        if Path(address).is_symlink():
+            raise
         RolloutStore(address).close()
         return RolloutStore(address, is_read_only=True)
 

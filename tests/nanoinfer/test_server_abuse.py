@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_text_engine, make_tokenizer
@@ -225,6 +226,58 @@ def test_connections_that_ask_for_nothing_are_closed_and_their_number_is_limited
                 while not raw.recv(100):
                     raise ConnectionResetError
         assert served.send("/health")[0] == 200
+
+
+def test_heads_are_bounded_before_they_are_parsed(served: Served) -> None:
+    """Whole or in pieces, first or behind another request."""
+    start = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    many = b"".join(b"%x:\r\n" % number for number in range(40_000))
+    heads = {
+        "as many as there may be": (b"a: b\r\n" * 98, b"200"),
+        "one more": (b"a: b\r\n" * 99, b"400"),
+        "one more, of bare line feeds": (b"a: b\n" * 99, b"400"),
+        "a long one": (b"a: " + b"b" * (17 << 10) + b"\r\n", b"400"),
+        "a quarter of a megabyte at once": (many, b"400"),
+    }
+    for name, (lines, status) in heads.items():
+        for before in (b"", start + b"\r\n"):
+            head = start + lines + b"Connection: close\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
+                raw.sendall(before + head)
+                answers = read_to_the_end(raw).count(b"HTTP/1.1 200")
+            assert answers == bool(before) + (status == b"200"), name
+
+
+def read_to_the_end(raw: socket.socket) -> bytes:
+    """What came before the connection was closed, or reset, for it had more to say."""
+    read = b""
+    try:
+        while part := raw.recv(1 << 16):
+            read += part
+    except ConnectionResetError:
+        pass
+    return read
+
+
+def test_a_large_head_holds_up_nobody(served: Served) -> None:
+    """Refusing one costs little of what parsing it would."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 50_000 + b"\r\n"
+
+    def parsed_s() -> float:
+        connection = h11.Connection(h11.SERVER)
+        connection.receive_data(head)
+        before = time.process_time()
+        assert isinstance(connection.next_event(), h11.Request)
+        return time.process_time() - before
+
+    def refused_s() -> float:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
+            before = time.process_time()
+            raw.sendall(head)
+            assert b" 200 " not in read_to_the_end(raw)
+            return time.process_time() - before
+
+    assert 10 * min(refused_s() for _ in range(3)) < min(parsed_s() for _ in range(3))
 
 
 def ask_without_reading(served: Served, is_stream: bool, n: int = 4) -> socket.socket:

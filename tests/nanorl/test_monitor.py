@@ -83,9 +83,9 @@ def test_prometheus_reads_run_and_roles_from_one_page(tmp_path: Path) -> None:
             monitor.observe_step(6, METRICS, [rollout([-1, -1, 4, 4, -1, 6]), rollout([6])])
             monitor.observe_step(7, METRICS, [rollout([-1, 7])])
             access = MonitorAccess.read(tmp_path)
-            plain = await ask(f"{access.url}/metrics")
+            plain = await ask(f"{access.url}/metrics", token=access.token)
             accept = "application/openmetrics-text; version=1.0.0"
-            modern = await ask(f"{access.url}/metrics", accept=accept)
+            modern = await ask(f"{access.url}/metrics", token=access.token, accept=accept)
         assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert modern.headers["content-type"].startswith("application/openmetrics-text")
         for found in (
@@ -185,7 +185,7 @@ def test_the_verbs_change_the_cluster_and_answer_with_the_state(tmp_path: Path) 
             gone = await ask(f"{url}/replicas/replica-1", "DELETE", token=token)
             assert names(gone) == ["policy-0", "replica-0", "replica-2", "external-4"]
             monitor.observe_step(0, METRICS, [])
-            state = (await ask(f"{url}/status")).json
+            state = (await ask(f"{url}/status", token=token)).json
             assert state["step"] == 0 and state["phase"] == "starting"
             assert state["metrics"]["success"] == 0.25
             assert state["metrics"]["grad_norm"] is None  # JSON has no NaN
@@ -239,7 +239,27 @@ def test_what_cannot_be_is_refused_with_one_message_and_changes_nothing(tmp_path
     asyncio.run(scenario())
 
 
-def test_the_verbs_need_the_token_and_web_pages_read_nothing(tmp_path: Path) -> None:
+def test_the_key_of_prometheus_reads_and_does_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("of-prometheus\n")
+    file.chmod(0o600)
+
+    async def scenario() -> None:
+        cluster = PaperCluster()
+        before = cluster.roles()
+        async with Watched(tmp_path, cluster, port=0, api_key_file=file).monitor:
+            url = MonitorAccess.read(tmp_path).url
+            for path in ("/metrics", "/status"):
+                assert (await ask(url + path, token="of-prometheus")).status == 200
+                assert (await ask(url + path, token="of-prometheu")).status == 401
+            answer = await ask(f"{url}/scale", "POST", {"replicas": 2}, "of-prometheus")
+            assert answer.status == 401
+        assert cluster.roles() == before
+
+    asyncio.run(scenario())
+
+
+def test_everything_needs_the_token_and_web_pages_read_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = PaperCluster()
         before = cluster.roles()
@@ -250,11 +270,14 @@ def test_the_verbs_need_the_token_and_web_pages_read_nothing(tmp_path: Path) -> 
                     ("POST", "/scale", {"replicas": 2}),
                     ("POST", "/replicas", {"address": "http://gpu3:8000"}),
                     ("DELETE", "/replicas/replica-0", None),
+                    ("GET", "/metrics", None),
+                    ("GET", "/status", None),
                 ):
                     answer = await ask(access.url + path, method, body, token)
                     assert answer.status == 401 and "token" in answer.error, (token, path)
-            rebound = await ask(f"{access.url}/status", host="attacker.example")
-            assert rebound.status == 403
+            for host in ("attacker.example", "router"):
+                rebound = await ask(f"{access.url}/status", token=access.token, host=host)
+                assert rebound.status == 403
         assert cluster.roles() == before
 
     asyncio.run(scenario())
@@ -327,7 +350,7 @@ def test_an_inline_run_has_metrics_and_no_verbs(tmp_path: Path) -> None:
         async with Watched(tmp_path, None, port=0).monitor as monitor:
             access = MonitorAccess.read(tmp_path)
             monitor.observe_step(0, METRICS, [])
-            page = samples((await ask(f"{access.url}/metrics")).body.decode())
+            page = samples((await ask(f"{access.url}/metrics", token=access.token)).body.decode())
             assert page["nanorl_train_reward", ()] == 0.5
             for method, path in (("POST", "/scale"), ("DELETE", "/replicas/x")):
                 answer = await ask(access.url + path, method, {"replicas": 2}, access.token)
@@ -348,9 +371,9 @@ def test_a_defect_of_what_is_watched_is_said_once_and_the_run_goes_on(
         async with watched.monitor as monitor:
             for step in range(3):
                 monitor.observe_step(step, METRICS, [])
-            url = MonitorAccess.read(tmp_path).url
+            access = MonitorAccess.read(tmp_path)
             for _ in range(3):
-                answer = await ask(f"{url}/metrics")
+                answer = await ask(f"{access.url}/metrics", token=access.token)
                 assert answer.status == 500 and "KeyError: 'replica-0'" in answer.error
         return watched.log
 
@@ -366,6 +389,7 @@ def test_options_are_bounded_and_off_by_default() -> None:
         ({"stall_minutes": 0.0}, "--monitor.stall-minutes 0.0: must be more than 0"),
         ({"stall_minutes": float("nan")}, "must be a finite number"),
         ({"collapse_steps": 0}, "--monitor.collapse-steps 0: must be 1 or more"),
+        ({"api_key_file": Path("x")}, "--monitor.api-key-file x: nothing listens without"),
         ({"host": "0.0.0.0"}, "--monitor.host 0.0.0.0: nothing listens without --monitor.port"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -26,7 +26,7 @@ def scraped(process: RunProcess, folder: Path) -> list[dict[str, float]]:
         assert time.monotonic() < deadline, process.output()
         try:
             access = MonitorAccess.read(folder)
-            answer = asyncio.run(ask(f"{access.url}/metrics"))
+            answer = asyncio.run(ask(f"{access.url}/metrics", token=access.token))
         except (ValueError, URLError, ConnectionError):  # it has not begun, or is ending
             time.sleep(0.02)
             continue

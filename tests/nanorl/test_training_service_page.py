@@ -23,9 +23,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_folder(tmp_path / "model")
-    (bash,) = blocks("bash")
+    bash, export = blocks("bash")
     command = next(line for line in bash.splitlines() if line.startswith("python -m nanorl"))
     command = command.replace("smollm2", str(tmp_path / "model")).replace("8000", "0")
     words = [sys.executable, *shlex.split(command)[1:], "--threads", "1"]
@@ -34,6 +36,10 @@ def test_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     try:
         assert service.stdout is not None
         line = next(line for line in service.stdout if line.startswith("training service at "))
+        export = export.replace("runs/training-service", str(tmp_path / "checkpoints"))
+        shell = ["bash", "-c", f"{export.strip()}; echo $TINKER_API_KEY"]
+        key = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.strip()
+        monkeypatch.setenv("TINKER_API_KEY", key)
         names: dict[str, Any] = {}
         for code in blocks("python"):
             code = code.replace("http://127.0.0.1:8000", line.split()[3])

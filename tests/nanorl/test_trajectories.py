@@ -44,6 +44,7 @@ from nanorl.store import RolloutStore
 from nanorl.tools.function import function_tool
 from nanorl.trajectories.base import TrajectoryReader
 from nanorl.trajectories.frames import ChatFrames
+from nanorl.trust import remember
 from nanorl.types import Rollout, Status, Task
 
 # As Qwen's: tools in the system message, calls in tags, results as what a user says.
@@ -153,6 +154,7 @@ def run(env: Path, tmp_path: Path) -> Path:
     QWEN_TOKENIZER.save(folder / "model-trained")
     options = tiny().to_json() | {"out": "/elsewhere", "env": f"{env}:Desk", "model": "qwen"}
     (folder / "config.json").write_text(json.dumps(options))
+    remember(options)  # as a run that begins does
     return folder
 
 
@@ -816,6 +818,7 @@ def test_a_run_whose_environment_is_gone_is_read_by_its_chat_template(
     stored(run, calling(play))
     config = run / "config.json"
     config.write_text(config.read_text().replace(env.name, "moved.py"))
+    remember(json.loads(config.read_text()))
     (row,) = rows_of(run)
     assert "the environment is not there" in capsys.readouterr().err
     assert len(row["messages"][2]["tool_calls"]) == 2
@@ -834,6 +837,7 @@ def test_calls_are_read_as_the_runs_environment_and_agents_write_them(
     (env.parent / "fenced.py").write_text(text)
     config = RunConfig.from_json(tiny().to_json() | {"env": f"{env.parent}/fenced.py:Desk"})
     config = replace(config, agent=replace(config.agent, loop=loop))
+    remember(config.to_json())
     said: list[str] = []
     assert [one.name for one in find_parsers(config, tiny_tokenizer(), said.append)] == names
     assert said == []

@@ -11,10 +11,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from starlette.testclient import TestClient
 from viewer_runs import (
+    KEY,
     TOKENIZER,
     make_rollout,
     make_task,
@@ -22,6 +24,7 @@ from viewer_runs import (
     small_run,
     spans_of,
     store_step,
+    viewed,
     write_run,
 )
 
@@ -31,7 +34,7 @@ from nanorl.store import RolloutStore, StoreError
 from nanorl.types import Branch
 from nanorl.viewer.documents import MOST_CHARS
 from nanorl.viewer.runs import find_runs
-from nanorl.viewer.server import ViewerServer
+from nanorl.viewer.server import MOST_CONNECTIONS, ViewerServer
 from nanorl.viewer.stored import open_for_reading
 
 LOCAL = "http://127.0.0.1"
@@ -44,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> TestClient:
-    return TestClient(ViewerServer(find_runs([run])).starlette(), base_url=LOCAL)
+    return viewed(run)
 
 
 def ids(client: TestClient, **query: object) -> list[str]:
@@ -131,7 +134,7 @@ def test_a_long_text_is_cut_and_its_rest_comes_in_parts(tmp_path: Path) -> None:
     run, task = write_run(tmp_path / "first"), make_task("long?")
     output = "".join(f"line {number}\n" for number in range(20_000))
     store_step(run, [make_rollout(task, "long", [("go", output), ("7", "")])], step=0)
-    client = TestClient(ViewerServer(find_runs([run])).starlette(), base_url=LOCAL)
+    client = viewed(run)
     [sequence] = whole(client, "long")["sequences"]
     part = sequence["turns"][0]["replies"][0]["content"]
     assert part["text"] == output[:MOST_CHARS] and part["length"] == len(output.rstrip("\n")) + 1
@@ -149,7 +152,7 @@ def test_histories_and_sub_agents_are_part_of_a_rollout(tmp_path: Path) -> None:
     before.is_history = True
     rollout.branches = [before, beside]
     store_step(run, [rollout], step=0, tasks=[task])
-    client = TestClient(ViewerServer(find_runs([run])).starlette(), base_url=LOCAL)
+    client = viewed(run)
     found = whole(client, "tree")["sequences"]
     assert [(one["name"], one["is_history"]) for one in found] == [
         ("main", False), ("history-1", True), ("branch-1", False)
@@ -176,7 +179,7 @@ def test_what_changed_puts_both_rollouts_together_again(client: TestClient) -> N
 
 def test_attempts_at_a_task_are_found_in_every_run_and_phase(run: Path, tmp_path: Path) -> None:
     other = small_run(tmp_path / "first", last_is_right=False)  # a folder of the same name
-    client = TestClient(ViewerServer(find_runs([run, other])).starlette(), base_url=LOCAL)
+    client = viewed(run, other)
     held = make_task("A held-out question?", "7", kind="primes").task_id
     found = client.get("/api/attempts", params={"task": held}).json()
     assert [(row["run"], row["phase"], row["outcome"]) for row in found] == [
@@ -208,7 +211,7 @@ def test_an_evaluation_folder_is_viewed_too(tmp_path: Path) -> None:
     Evaluation.of([(task, rollout)], title="mine", about=about, seconds=1.0).write(
         folder / "eval.json"
     )
-    client = TestClient(ViewerServer(find_runs([folder])).starlette(), base_url=LOCAL)
+    client = viewed(folder)
     [one] = client.get("/api/runs").json()
     assert [phase["id"] for phase in one["phases"]] == ["evaluation"]
     query = {"run": "eval-1", "phase": "evaluation", "id": "eval-model-0"}
@@ -223,7 +226,7 @@ def test_a_run_is_neither_locked_nor_written_to(tmp_path: Path) -> None:
 
     run = small_run(tmp_path / "first")
     before = files()
-    client = TestClient(ViewerServer(find_runs([run])).starlette(), base_url=LOCAL)
+    client = viewed(run)
     whole(client, "cut"), ids(client, text="compute"), client.get("/overview?run=first")
     assert files() == before, "a run that has ended has no new files"
 
@@ -244,22 +247,33 @@ def test_a_run_is_neither_locked_nor_written_to(tmp_path: Path) -> None:
     assert "read-only" in str(refused.value)
 
 
-def test_only_this_machine_is_answered_without_a_key(run: Path) -> None:
-    runs = find_runs([run])
-    app = ViewerServer(runs).starlette()
-    assert TestClient(app, base_url=LOCAL).get("/api/runs").status_code == 200
-    assert TestClient(app, base_url="http://localhost:8000").get("/api/runs").status_code == 200
-    for name in ("evil.example", "127.0.0.1.evil.example", "192.0.2.7", "router", "evil"):
-        assert TestClient(app, base_url=f"http://{name}").get("/api/runs").status_code == 403
-    open_client = TestClient(ViewerServer(runs, key="s3cret").starlette(), base_url="http://me")
-    for path in ("/api/runs", "/overview?run=first", "/api/rollouts?run=first&phase=rl"):
-        assert open_client.get(path).status_code == 401
-        for word in ("Bearer ", "Bearer wrong", "s3cret"):
-            assert open_client.get(path, headers={"Authorization": word}).status_code == 401
-        good = {"Authorization": "Bearer s3cret"}
-        assert open_client.get(path, headers=good).status_code == 200
-    page = open_client.get("/")
+PATHS = ("/api/runs", "/overview?run=first", "/api/rollouts?run=first&phase=rl")
+GOOD = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_nothing_of_a_run_is_given_away_without_the_key(run: Path, is_local: bool) -> None:
+    app = ViewerServer(find_runs([run]), key=KEY, is_local=is_local).starlette()
+    client = TestClient(app, base_url=LOCAL)
+    for path in PATHS:
+        assert client.get(path).status_code == 401
+        for word in ("Bearer ", "Bearer wrong", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"):
+            assert client.get(path, headers={"Authorization": word}).status_code == 401
+        assert client.get(path, headers=GOOD).status_code == 200
+    page = client.get("/")
     assert page.status_code == 200 and str(run) not in page.text, "the page itself holds nothing"
+
+
+def test_on_this_machine_only_its_own_names_are_answered(run: Path) -> None:
+    def status(url: str, *, is_local: bool) -> int:
+        app = ViewerServer(find_runs([run]), key=KEY, is_local=is_local).starlette()
+        return TestClient(app, base_url=url, headers=GOOD).get("/api/runs").status_code
+
+    for name in ("127.0.0.1", "localhost:8000", "[::1]"):
+        assert status(f"http://{name}", is_local=True) == 200
+    for name in ("evil.example", "127.0.0.1.evil.example", "192.0.2.7", "router", "evil"):
+        assert status(f"http://{name}", is_local=True) == 403
+        assert status(f"http://{name}", is_local=False) == 200, "named as the network names it"
 
 
 def test_the_page_may_run_its_own_files_alone(client: TestClient) -> None:
@@ -294,16 +308,51 @@ def test_a_bad_question_is_answered_with_what_is_wrong(
     assert answer.status_code == status and message in answer.json()["error"]
 
 
+def test_a_client_that_asks_too_much_of_the_viewer_is_refused_and_others_are_answered(
+    run: Path,
+) -> None:
+    with served(run) as (address, _):
+        place, _, key = address.partition("#key=")
+        where = urlsplit(place)
+        assert where.hostname and where.port
+        to = (where.hostname, where.port)
+        head = b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n"
+        head %= key.encode()
+        lines = b"".join(b"X-%d: x\r\n" % number for number in range(1000))
+        long = b"X: " + b"x" * 40_000 + b"\r\n"
+        for more, status in ((b"", b"200"), (lines, b"400"), (long, b"400")):
+            with socket.create_connection(to, timeout=30) as one:
+                one.sendall(head + more + b"Connection: close\r\n\r\n")
+                assert one.recv(100).split()[1] == status, more[:20]
+        crowd = [socket.create_connection(to, timeout=30) for _ in range(MOST_CONNECTIONS + 20)]
+        closed = [one for one in crowd[MOST_CONNECTIONS:] if is_closed(one)]
+        assert len(closed) == 20, "those beyond the limit, at once"
+        for one in crowd:
+            one.close()
+        ask = urllib.request.Request(f"{place}api/runs", headers={"Authorization": f"Bearer {key}"})
+        assert urllib.request.urlopen(ask, timeout=30).status == 200
+
+
+def is_closed(one: socket.socket) -> bool:
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
 def test_the_command_serves_says_where_and_ends_quietly(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(run) as (address, process):
-        with urllib.request.urlopen(f"http://{address}/api/runs") as answer:
-            assert json.load(answer)[0]["name"] == "first"
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(
-                urllib.request.Request(f"http://{address}/api/runs", headers={"Host": "evil.test"})
-            )
+        place, _, key = address.partition("#key=")
+        good = {"Authorization": f"Bearer {key}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{place}api/runs", None, good)) as one:
+            assert json.load(one)[0]["name"] == "first"
+        for status, headers in ((401, {}), (403, good | {"Host": "evil.test"})):
+            with pytest.raises(urllib.error.HTTPError, match=str(status)):
+                urllib.request.urlopen(urllib.request.Request(f"{place}api/runs", None, headers))
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+        assert len(key) > 30 and key not in shown, "whoever lists processes does not see it"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None and process.stderr.read() == ""

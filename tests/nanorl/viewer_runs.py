@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agent_doubles import tiny_tokenizer
 
@@ -16,6 +17,9 @@ from nanorl.presets import tiny
 from nanorl.report.evaluation import Evaluation
 from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TokenStats, TurnSpan
+
+if TYPE_CHECKING:
+    from starlette.testclient import TestClient
 
 TOKENIZER = tiny_tokenizer()
 
@@ -150,9 +154,23 @@ def small_run(folder: Path, *, last_is_right: bool = True) -> Path:
     return folder
 
 
+KEY = "the-key-of-a-viewer"
+
+
+def viewed(*runs: Path) -> TestClient:
+    """Somebody who has the key of a viewer of these runs."""
+    from starlette.testclient import TestClient  # here: reports have no server
+
+    from nanorl.viewer.runs import find_runs
+    from nanorl.viewer.server import ViewerServer
+
+    app = ViewerServer(find_runs(runs), key=KEY, is_local=True).starlette()
+    return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {KEY}"})
+
+
 @contextmanager
 def served(*runs: Path, options: Sequence[str] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that `nanorl view` prints, and its process."""
+    """The address that `nanorl view` prints, with its key, and its process."""
     command = [sys.executable, "-m", "nanorl.cli", "view", *map(str, runs), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -160,7 +178,7 @@ def served(*runs: Path, options: Sequence[str] = ()) -> Iterator[tuple[str, subp
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(process.stderr.read())
-        yield line.split("http://")[1].split()[0].rstrip("/"), process
+        yield next(word for word in line.split() if word.startswith("http://")), process
     finally:
         process.kill()
         process.communicate()

@@ -1,15 +1,17 @@
-// Asking the server. The key, where one is needed, came behind the # of the address; it is kept
-// until the tab is closed.
+// Asking the server. The key came behind the # of the printed address, and leaves it at once. It is
+// kept for this address and port, which no other server's page can read, so that links and new tabs
+// work until the viewer ends.
 
 const KEY = "nanorl-view-key";
-const given = new URLSearchParams(location.hash.slice(1)).get("key");
-if (given) {
-  sessionStorage.setItem(KEY, given);
-  history.replaceState(null, "", location.pathname);
+const opened = new URLSearchParams(location.hash.slice(1));
+if (opened.has("key")) {
+  localStorage.setItem(KEY, opened.get("key"));
+  opened.delete("key");
+  history.replaceState(null, "", `${location.pathname}#${opened}`);
 }
 
 function headers() {
-  const key = sessionStorage.getItem(KEY);
+  const key = localStorage.getItem(KEY);
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 

@@ -1,5 +1,5 @@
-"""Gate cases of linear_logprob and logits_logprob, the trainer's and the rollouts': Qwen3's vocabulary,
-and an odd one, whose rows begin at odd addresses in a rollout."""
+"""Gate cases of linear_logprob and logits_logprob, the trainer's and the rollouts': Qwen3's
+vocabulary, and an odd one, whose rows begin at odd addresses in a rollout."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,7 +36,9 @@ def sampled(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cases() -> Iterator[GateCase]:
-    def case(name: str, call: Callable[[], object], dtype: torch.dtype = torch.bfloat16) -> GateCase:
+    bf16 = torch.bfloat16
+
+    def case(name: str, call: Callable[[], object], dtype: torch.dtype = bf16) -> GateCase:
         return GateCase(name, call, need=("ld128",), alike=f"log-probs of {dtype}")
 
     yield case("linear-logprob", logprob(151936, False))
