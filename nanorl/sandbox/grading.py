@@ -16,9 +16,9 @@ grade    Test functions in Python. Each runs in a process of its own, in which n
          and sitecustomize, patched assertions, a search of the tests' memory and objects that
          equal everything do not pay. Code can pass only by the right values.
 verify   A script that writes its reward to a file, as Harbor has it: a number from 0 to 1. Its
-         tests are read-only, its environment is clean, its folder for the reward is new. There is no
-         reward where the script was killed, where it left or did not wait for a process that ended
-         after the reward was written, or where it could not have written (a file or folder that is
+         tests are read-only, its environment is clean, its folder for the reward is new. There is
+         no reward where the script was killed, where a process that it did not wait for ended after
+         the reward was written, or where it could not have written (a file or folder that is
          read-only, a link, no room). What is left to forge: what the script itself concludes from
          code that it runs, since that runs beside it with its rights.
 
@@ -191,6 +191,8 @@ def _refuse_foreign_code(file: str, tree: ast.AST) -> None:
             names = [one.name for one in node.names if one.name in _MODULES_THAT_MAKE_CODE]
         elif isinstance(node, ast.ImportFrom) and node.module in _MODULES_THAT_MAKE_CODE:
             names = [node.module]
+        elif isinstance(node, ast.Attribute) and node.attr.endswith("FileLoader"):
+            names = [node.attr]
         if names:
             line = getattr(node, "lineno", 0)
             raise ValueError(

@@ -373,7 +373,7 @@ def _run_test(parts: dict[str, bytes]) -> NoReturn:
     os.close(null)
     sys.dont_write_bytecode = True
     sys.path[0] = protocol.TESTS
-    Finder(Tests(channel)).install()
+    Finder(Tests(channel, parts["source"])).install()
     module = types.ModuleType(parts["file"].decode().removesuffix(".py"))
     module.__dict__.update(__file__=f"{protocol.TESTS}/{parts['file'].decode()}")
     sys.modules[module.__name__] = module

@@ -106,6 +106,8 @@ class Program(plain.Peer):
             return ["value", plain.encode(value)]
         except (TypeError, ValueError, RecursionError) as error:
             why = str(error)
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", value.__name__, *self._kinds(value)]
         if id(value) in self._held or (is_kept and not isinstance(value, _CODE)):

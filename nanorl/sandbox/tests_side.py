@@ -18,6 +18,7 @@ modules it has imported), an input that the tests replace, and the identity of w
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib.machinery
 import importlib.util
@@ -43,10 +44,11 @@ _ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Tests(plain.Peer):
-    """Asks the program in the name of the tests."""
+    """Asks the program in the name of the tests, of which this is the text."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, source: bytes) -> None:
         super().__init__(channel)
+        self._wanted = _names_left_open(source)
         self._objects: dict[int, Held] = {}
         self._errors: dict[int, type[BaseException]] = {}
         self._callbacks: list[Callable[..., Any]] = []
@@ -79,7 +81,9 @@ class Tests(plain.Peer):
         said = self.order("load", name, location, more)
         if said[0] != "module":
             return None
-        return Module(name, self, *said[1:])
+        number, is_package, names = said[1:]
+        shown = [one for one in map(str, names) if one in self._wanted]
+        return Module(name, self, number, bool(is_package), shown)
 
     def get(self, number: int, name: str) -> Any:
         """An attribute of something of the program's."""
@@ -134,6 +138,8 @@ class Tests(plain.Peer):
             return self._read(rest[0])
         if kind == "function":
             return (Class if is_kept else Function)(self, rest[0], what)
+        if kind == "module":  # one that the program's imports: Python's own are here as well
+            return importlib.import_module(str(rest[0]))
         if kind == "items":
             return Items(self, rest[0])
         if kind == "exception" and is_kept:
@@ -146,7 +152,7 @@ class Tests(plain.Peer):
     def _read(self, data: Any) -> Any:
         try:
             return plain.decode(data, self._known)
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
+        except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError):
             self.gone("says what is no value")
 
     def _known(self, name: str, rest: list[Any]) -> Any:
@@ -267,8 +273,8 @@ class Module(types.ModuleType):
         self, name: str, tests: Tests, number: int, is_package: bool, names: list[str]
     ) -> None:
         super().__init__(name)
-        vars(self).update(__tests__=tests, __number__=number, __all__=[*map(str, names)])
-        self.is_package_ = bool(is_package)
+        vars(self).update(__tests__=tests, __number__=number, __all__=names)
+        self.is_package_ = is_package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -316,6 +322,20 @@ class Finder:
 
     def exec_module(self, module: Module) -> None:
         """It has been run where it belongs."""
+
+
+def _names_left_open(source: bytes) -> set[str]:
+    """Names that a test's text uses and that neither it nor Python defines: all that `from answer
+    import *` may bring, or a program's own `abs` would be the one that the test compares with."""
+    used, defined = set(), set(vars(builtins))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+    return used - defined
 
 
 def _is_class(name: str) -> bool:

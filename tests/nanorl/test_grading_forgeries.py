@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from forged_answers import FORGED, IDIOMS, Idiom
+from forged_answers import FORGED, IDIOMS
 
 from nanorl.sandbox import SandboxPool, SandboxSpec
 from nanorl.sandbox.grading import Verdict, grade
@@ -33,11 +33,13 @@ def test_there_are_enough_idioms() -> None:
     assert len(IDIOMS) >= 14 and len({idiom.name for idiom in IDIOMS}) == len(IDIOMS)
 
 
-@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.name)
-def test_the_right_value_passes(pool: SandboxPool, idiom: Idiom) -> None:
-    right = {"answer.py": f"def f(x): return {idiom.right}\n"}
-    verdict = graded(pool, right, {"test_answer.py": idiom.test()})
-    assert verdict.is_passed, verdict
+def test_the_right_value_passes_every_idiom(pool: SandboxPool) -> None:
+    files, tests = {}, {}
+    for n, idiom in enumerate(IDIOMS):
+        files[f"answer_{n}.py"] = f"def f(x): return {idiom.right}\n"
+        tests[f"test_{n}.py"] = idiom.test().replace("from answer ", f"from answer_{n} ")
+    verdict = graded(pool, files, tests)
+    assert verdict.failed == {} and len(verdict.passed) == len(IDIOMS)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -233,6 +235,39 @@ def test_tests_that_would_run_the_program_among_themselves_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="would run the folder's code among the tests"):
         graded(pool, {}, {"test_m.py": f"import m\ndef test_m():\n    {line}\n"})
+
+
+HIDES = """
+def f(x): return 7.0
+def abs(x): return 0.0
+def sorted(x): return [1, 2]
+def isclose(*a): return True
+def right(x): return 3.0
+def len(x): return 2
+class TestCase:
+    def assertEqual(self, *a): pass
+class math:
+    isclose = staticmethod(isclose)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "lines"),
+    [
+        ("from answer import *", "assert abs(f(1) - 3.0) < 1e-6"),
+        ("from answer import *", "assert sorted([2, 3]) == [1, 2]"),
+        ("from math import isclose\nfrom answer import *", "assert isclose(f(1), 3.0)"),
+        ("import math\nfrom answer import *", "assert math.isclose(f(1), 3.0)"),
+        ("def right(x): return x\nfrom answer import *", "assert right(7.0) == 3.0"),
+        ("from unittest import TestCase\nfrom answer import *",
+         "TestCase().assertEqual(f(1), 3.0)"),
+    ],
+)  # fmt: skip
+def test_a_program_cannot_replace_the_names_that_a_test_has(
+    pool: SandboxPool, first: str, lines: str
+) -> None:
+    tests = {"test_f.py": f"{first}\ndef test_f():\n    {lines}\n"}
+    assert not graded(pool, {"answer.py": HIDES}, tests).passed
 
 
 SEARCHES = """

@@ -89,7 +89,11 @@ class Forgery:
 
 
 # Without it the program's modules are imported by the test itself.
-APART = ("jobs", "    Finder(Tests(channel)).install()\n", "    sys.path.append('/work')\n")
+APART = (
+    "jobs",
+    '    Finder(Tests(channel, parts["source"])).install()\n',
+    "    sys.path.append('/work')\n",
+)
 TEST_STARTS = "    output, channel = _private_output(), socket.socket(fileno=os.dup(0))\n"
 END_REPORTED_FIRST = (
     TEST_STARTS + "    _write_all(output, parts['nonce'])\n    parts['nonce'] = b''\n"
@@ -123,15 +127,6 @@ FORGERIES = (
         },
         FUNCTION,
         (APART, ("grading", "secrets", "passed")),
-    ),
-    Forgery(
-        "prints the verdict, with more",
-        {
-            "stats.py": "import os\nfor n in range(3, 9):\n    try: os.write(n, b'!')\n"
-            "    except OSError: pass\ndef mean(xs): return 1.5\n"
-        },
-        FUNCTION,
-        (APART, ("grading", "_is_end", "")),
     ),
     Forgery("equals everything", {"stats.py": EQUAL}, FUNCTION, (APART,)),
     Forgery(
@@ -360,8 +355,6 @@ def test_without_its_defence_the_forgery_pays(
         elif defence == "secrets":
             said = without.encode()
             monkeypatch.setattr(grading.secrets, "token_bytes", lambda n, said=said: said)
-        elif defence == "_is_end":
-            monkeypatch.setattr(grading, "_is_end", lambda said, nonce: nonce in said)
         else:
             monkeypatch.setattr(grading, defence, without)
     monkeypatch.setattr(bwrap, "worker_data", lambda: data)
