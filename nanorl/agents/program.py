@@ -134,7 +134,7 @@ class AgentProgram:
                 process = await self._begin()
                 ended = asyncio.ensure_future(process.wait())
                 flooded = asyncio.ensure_future(self._is_flooded.wait())
-                waiting = {ended: "", flooded: "output"}
+                waiting: dict[asyncio.Future[Any], str] = {ended: "", flooded: "output"}
                 if (box := self._start.box) is not None:
                     waiting[asyncio.ensure_future(box.overrun(process.pid))] = "memory"
                 try:

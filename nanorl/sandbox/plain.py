@@ -9,6 +9,7 @@ Next: tests_side.py and program_side.py, the two ends.
 
 from __future__ import annotations
 
+import builtins
 import json
 import socket
 import struct
@@ -68,7 +69,8 @@ def decode(data: Any, other: Callable[[str, list[Any]], Any] | None = None) -> A
     if name == "complex":
         return complex(decode(rest[0]), decode(rest[1]))
     if name in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[name].fromhex(rest[0])
+        content = bytes.fromhex(rest[0])
+        return content if name == "bytes" else bytearray(content)
     if name == "range":
         return range(*map(decode, rest))
     if name == "dict":
@@ -80,6 +82,11 @@ def decode(data: Any, other: Callable[[str, list[Any]], Any] | None = None) -> A
     if other is not None:
         return other(name, rest)
     raise ValueError(f"no value: {data!r:.80}")
+
+
+def is_builtin(value: Any) -> bool:
+    """True for a class of Python's own that goes by its name alone, such as `int`."""
+    return isinstance(value, type) and vars(builtins).get(value.__name__) is value
 
 
 class Peer:

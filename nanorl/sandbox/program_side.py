@@ -167,7 +167,7 @@ class Program(plain.Peer):
         """What is not plain in an argument, under the name that it came with."""
         if id(value) in self._callbacks:
             return ["callback", self._callbacks[id(value)]]
-        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        if plain.is_builtin(value):
             return ["builtin", value.__name__]
         return ["object", self._number(value)]
 

@@ -137,7 +137,7 @@ class Tests(plain.Peer):
         if kind == "value":
             return self._read(rest[0])
         if kind == "function":
-            return (Class if is_kept else Function)(self, rest[0], what)
+            return (Class if is_kept else Routine)(self, rest[0], what)
         if kind == "module":  # one that the program's imports: Python's own are here as well
             return importlib.import_module(str(rest[0]))
         if kind == "items":
@@ -162,9 +162,9 @@ class Tests(plain.Peer):
 
     def _argument(self, value: Any) -> list[Any]:
         """What the program is handed that is not plain."""
-        if isinstance(value, Held | Function | Items):
+        if isinstance(value, Held | Routine | Items):
             return ["object", value.__number__]
-        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        if plain.is_builtin(value):
             return ["builtin", value.__name__]
         if callable(value):
             self._callbacks.append(value)
@@ -194,7 +194,7 @@ class Tests(plain.Peer):
         return error
 
 
-class Function:
+class Routine:
     """A function of the program's. It can be called, and nothing else."""
 
     def __init__(self, tests: Tests, number: int, name: str) -> None:
@@ -204,7 +204,7 @@ class Function:
         return self.__tests__.call(self.__number__, self.__name__, args, named)
 
 
-class Class(Function):
+class Class(Routine):
     """A class of the program's, by the word of the tests' text."""
 
     def __getattr__(self, name: str) -> Any:
@@ -327,7 +327,8 @@ class Finder:
 def _names_left_open(source: bytes) -> set[str]:
     """Names that a test's text uses and that neither it nor Python defines: all that `from answer
     import *` may bring, or a program's own `abs` would be the one that the test compares with."""
-    used, defined = set(), set(vars(builtins))
+    used: set[str] = set()
+    defined = set(vars(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
@@ -344,8 +345,9 @@ def _is_class(name: str) -> bool:
 
 def _builtin_error(name: str) -> type[BaseException]:
     kind = getattr(builtins, name, None)
-    is_error = isinstance(kind, type) and issubclass(kind, BaseException)
-    return kind if is_error and not issubclass(kind, _ENDS) else RuntimeError
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return RuntimeError
+    return RuntimeError if issubclass(kind, _ENDS) else kind
 
 
 def _message(error: BaseException) -> str:
