@@ -120,6 +120,21 @@ class Posing(type(Made())):
     def __class__(self): return next(Posing.kinds)
 def f(x): return Posing()
 """
+# Takes over its own end of the talk, and says that what it returned is an object of a class.
+_LIES = """
+def f(x):
+    frame = sys._getframe()
+    while type(frame.f_locals.get("self")).__name__ != "Program":
+        frame = frame.f_back
+        if frame is None: return Made()
+    program = frame.f_locals["self"]
+    honest = program._said
+    def said(value, is_kept):
+        if type(value) is not Made: return honest(value, is_kept)
+        return ["object", program._number(value), "Made"]
+    program._said = said
+    return Made()
+"""
 FORGED = {
     "says yes to everything": _made("object", ""),
     "an int": _made("int", "7"),
@@ -143,6 +158,7 @@ FORGED = {
     "a class that is one": _YES
     + _CLASS
     + "f = Kind('f', (), {**ALL, '__init__': lambda *a: None})\n",
+    "lies about what it returned": _made("object", "") + _LIES,
     "stops the loop": "def f(x): raise StopIteration\n",
     "an end without a word": "import os\ndef f(x): os._exit(0)\n",
     "an end with one": "def f(x): raise SystemExit(0)\n",
