@@ -96,6 +96,7 @@ WITHOUT_A_USER: dict[str, str] = {
     "build_value_engine": FRONT_DOOR,
     "HostedReward": "a front door: a reward in workers, of episodes that are in none",
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
+    "Finder.create_module": "tests_side.py's: Python's `import` calls it",
     "enter_pid_namespace": "first.py's: named in the same text as `main`",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
 }

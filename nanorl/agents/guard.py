@@ -9,7 +9,8 @@ ports that stand for the endpoint and for the recording proxy, and hands the lis
 through CONTROL_FD, so that a program without a network reaches these addresses and nothing else.
 
 The line is an object: `argv`, `environment`, `folder`, `files` (name -> text, laid into the
-folder), `answer_file`, `ports` (to be opened), `rlimits` and `watch_bytes` (0: nobody watches).
+folder), `answer_file`, `ports` (to be opened), `rlimits`, `watch_bytes` (0: nobody watches) and
+`watch_folders` (in memory, and counted).
 The report on CONTROL_FD is a line of JSON and the bytes of the answer file.
 Stdlib only: it runs where nothing is installed. Left out: limits of time, which the run keeps.
 """
@@ -31,21 +32,26 @@ from typing import Any
 
 MAX_ANSWER_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-_WATCH_MS = 100
+# The less is left the sooner it looks again: what is left lasts so long if two cores do nothing but
+# fill memory.
+_WATCH_MS, _SHORTEST_WATCH_MS, _FASTEST_BYTES_PER_MS = 100, 5, 16 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # its descriptors are not the program's affair
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Its memory and its descriptors are not the program's affair, which could rewrite them.
+    _prctl(_PR_SET_DUMPABLE, 0, "hide from the program")
+    if os.getpid() != 1:  # to which orphans come anyway
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, "become the parent of orphans")
     # Beside the closing of stdin, which some child of the run may hold open.
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), "end with the run")
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's, which then closes stdin
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the run ended meanwhile
@@ -59,11 +65,18 @@ def main() -> None:
         for listener in listeners:
             listener.close()
     pid = _start(wanted)
-    report = _watch(pid, woken, wanted["watch_bytes"])
+    report = _watch(pid, woken, wanted["watch_bytes"], wanted["watch_folders"])
     _end_all(pid)
     answer = _answer(Path(wanted["folder"], wanted["answer_file"]))
     report["has_answer"] = answer is not None
     control.sendall(json.dumps(report).encode() + b"\n" + (answer or b""))
+
+
+def _prctl(option: int, value: int, what: str) -> None:
+    """A guard that could not is none: OSError, and nothing is started."""
+    if _libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"the guard of an agent program cannot {what}: {os.strerror(number)}")
 
 
 def _lay_files(folder: Path, files: dict[str, str]) -> None:
@@ -79,8 +92,10 @@ def _start(wanted: dict[str, Any]) -> int:
         return pid
     try:
         os.setsid()
-        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        _prctl(_PR_SET_DUMPABLE, 1, "show the program to itself")  # else /proc/self is not its own
+        _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), "end the program with itself")
         signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(wanted["folder"])
         for name, value in wanted["rlimits"].items():
@@ -94,18 +109,18 @@ def _start(wanted: dict[str, Any]) -> int:
         os._exit(127)
 
 
-def _watch(pid: int, woken: int, watch_bytes: int) -> dict[str, Any]:
+def _watch(pid: int, woken: int, watch_bytes: int, folders: list[str]) -> dict[str, Any]:
     """Wait until the program has ended, its memory is too much, or stdin is closed."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     poll.register(woken, select.POLLIN)
-    memory = None
+    memory, wait_ms = None, _WATCH_MS
     if watch_bytes:
         from nanorl.sandbox.usage import MemoryWatch
 
         memory = MemoryWatch()
     while True:
-        ready = [place for place, _ in poll.poll(_WATCH_MS if memory else None)]
+        ready = [place for place, _ in poll.poll(wait_ms if memory else None)]
         if woken in ready and int(signal.SIGTERM) in os.read(woken, 512):
             return {"exit_code": None, "reason": "ended"}
         while (one := _next_dead()) is not None:
@@ -115,8 +130,17 @@ def _watch(pid: int, woken: int, watch_bytes: int) -> dict[str, Any]:
             os.waitpid(one.si_pid, 0)  # an orphan's
         if 0 in ready:
             return {"exit_code": None, "reason": "ended"}
-        if memory and memory.most_bytes() > watch_bytes:
-            return {"exit_code": None, "reason": "memory"}
+        if memory:
+            left = watch_bytes - memory.most_bytes() - _bytes_in(folders)
+            if left < 0:
+                return {"exit_code": None, "reason": "memory"}
+            wait_ms = max(_SHORTEST_WATCH_MS, min(_WATCH_MS, left // _FASTEST_BYTES_PER_MS))
+
+
+def _bytes_in(folders: list[str]) -> int:
+    """What lies in folders that are kept in memory."""
+    stats = [os.statvfs(folder) for folder in folders]
+    return sum((one.f_blocks - one.f_bfree) * one.f_frsize for one in stats)
 
 
 def _next_dead() -> os.waitid_result | None:

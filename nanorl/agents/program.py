@@ -135,12 +135,17 @@ class AgentProgram:
                 process = await self._begin()
                 ended = asyncio.ensure_future(process.wait())
                 flooded = asyncio.ensure_future(self._is_flooded.wait())
+                waiting: dict[asyncio.Future[Any], str] = {ended: "", flooded: "output"}
+                if (box := self._start.box) is not None:
+                    waiting[asyncio.ensure_future(box.overrun(process.pid))] = "memory"
                 try:
-                    await asyncio.wait({ended, flooded}, return_when=asyncio.FIRST_COMPLETED)
-                    reason = "" if ended.done() else "output"
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    reason = next(why for one, why in waiting.items() if one.done())
+                    if reason == "memory":
+                        process.kill()  # no time for the guard, which should have seen it
                 finally:
-                    ended.cancel()
-                    flooded.cancel()
+                    for one in waiting:
+                        one.cancel()
         except TimeoutError:
             reason = "timeout"
         await self._end()
@@ -213,6 +218,7 @@ class AgentProgram:
             "ports": [port for _, port in start.endpoints] if box else [],
             "rlimits": box.rlimits() if box else {},
             "watch_bytes": box.watch_bytes if box else 0,
+            "watch_folders": box.watch_folders if box else [],
         }
 
     async def _listeners(self) -> list[socket.socket]:

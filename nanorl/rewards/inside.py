@@ -146,7 +146,10 @@ class Grader:
         if kind == "value":
             return decode(content)
         raised = getattr(builtins, str(content), None)
-        if isinstance(raised, type) and issubclass(raised, Exception):
+        # In a test's `for got in map(f, ...)` an end would end the test, in silence.
+        ends = (StopIteration, StopAsyncIteration)
+        is_error = isinstance(raised, type) and issubclass(raised, Exception)
+        if isinstance(raised, type) and is_error and not issubclass(raised, ends):
             raise raised("raised by the code under test")
         raise RuntimeError("raised by the code under test")
 

@@ -13,6 +13,7 @@ Left out: a warm server inside, since programs bring interpreters and imports of
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanorl.sandbox import memory, seccomp
+from nanorl.sandbox import memory, seccomp, usage
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.bwrap import unused_uid, wall_flags
 from nanorl.sandbox.machine import find_bwrap, is_readable, reachable
@@ -32,6 +33,7 @@ FOLDER = "/box"
 """The working folder inside."""
 _MIB = 1 << 20
 _INSIDE = "/sbx"
+_WATCH_S = 0.25
 _indices = itertools.count(64)
 
 
@@ -57,6 +59,20 @@ class AgentBox:
     def watch_bytes(self) -> int:
         """What the guard has to watch, where the kernel does not."""
         return 0 if self._cgroup else self.memory_bytes
+
+    @property
+    def watch_folders(self) -> list[str]:
+        """Folders inside that are memory, too."""
+        return [FOLDER, "/tmp", "/dev/shm"]
+
+    async def overrun(self, pid: int) -> None:
+        """Returns once all below the process `pid` together take more than they may.
+
+        From outside, where the program cannot reach; the guard inside is the quicker of the two.
+        Waits for ever where the kernel counts.
+        """
+        while not self.watch_bytes or usage.tree_bytes(pid) <= self.watch_bytes:
+            await asyncio.sleep(_WATCH_S)
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -91,10 +107,9 @@ class AgentBox:
                 source = self._place(path)
                 shown.append(f"{path}={source}")
             flags += ["--ro-bind", str(source), str(path)]
-        usage = Path(memory.__file__).with_name("usage.py")
         data = {
             f"{_INSIDE}/guard.py": guard.read_bytes(),
-            f"{_INSIDE}/nanorl/sandbox/usage.py": usage.read_bytes(),
+            f"{_INSIDE}/nanorl/sandbox/usage.py": Path(usage.__file__).read_bytes(),
             "/etc/passwd": b"sandbox:x:1000:1000::/tmp:/bin/sh\n",
             "/etc/hosts": b"127.0.0.1 localhost\n",
         }

@@ -31,6 +31,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts")
 _PR_SET_DUMPABLE, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 4, 23, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+_PR_SET_CHILD_SUBREAPER = 36
 _SECCOMP_SET_MODE_FILTER = 1
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: the GIL stays held over a raw clone
@@ -184,6 +185,12 @@ class Confinement:
                 if not (self.folder and step is self._mounts[1]):
                     check(step[0](), step[1])
         os.chdir(self.folder or "/tmp")
+
+    def stand_apart(self) -> None:
+        """Of a process that judges what it starts, before `confine`: no other looks into it, and
+        what is orphaned below it becomes its child."""
+        check(prctl(_PR_SET_DUMPABLE, 0), "clear dumpable")
+        check(prctl(_PR_SET_CHILD_SUBREAPER, 1), "become the parent of orphans")
 
     def confine(self) -> None:
         """Give up every right, in the program's own process. The filter comes last."""

@@ -7,19 +7,20 @@ strongest first:
 check    Cases: the folder's code runs in a process that gets the question and never the expected
          value; what it returns is data, and the host compares. Code can pass only by the right
          value. What it could still do: look up values in its own folder.
-grade    Test functions in Python. Each runs in a process of its own. The host reads their names
-         from the tests' text, so none can be hidden from it; the text never is a file in there;
-         the standard library comes before the folder; a test passes only if it came to its end
-         and says so with a number that is new each time. So exiting early, printing, fake
-         modules, conftest and sitecustomize, objects that equal everything and patched
-         assertions do not pay. What can still be forged: the code under test shares the process
-         with the assertions, and code written for the purpose can search that process (its
-         frames, its memory) for the number or for the expected values. Use `check` where that
-         matters.
-verify   A script that writes its reward to a file, as Harbor has it. Its tests are read-only, its
-         environment is clean, a script that was killed or that left processes behind has no
-         reward. What can still be forged: code that the script runs has the script's own rights,
-         so it can write that file at the right moment. Use the others where that matters.
+grade    Test functions in Python. Each runs in a process of its own, in which no code of the folder
+         ever runs: what it imports from there is called in another one, which has nothing of the
+         tests, and only plain values come back (tests_side.py says which, and what of tests it
+         cannot do). The host reads the tests' names from their text, so none can be hidden from
+         it; the text never is a file in there; a test passes only if it came to its end and says
+         so with a number that is new each time. So exiting early, printing, fake modules, conftest
+         and sitecustomize, patched assertions, a search of the tests' memory and objects that
+         equal everything do not pay. Code can pass only by the right values.
+verify   A script that writes its reward to a file, as Harbor has it: a number from 0 to 1. Its
+         tests are read-only, its environment is clean, its folder for the reward is new. There is
+         no reward where the script was killed, where a process that it did not wait for ended after
+         the reward was written, or where it could not have written (a file or folder that is
+         read-only, a link, no room). What is left to forge: what the script itself concludes from
+         code that it runs, since that runs beside it with its rights.
 
 Raises SandboxFailure where the machinery failed: that is no verdict. A folder that cannot be
 copied is a failed one.
@@ -39,7 +40,8 @@ from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, ExecStatus
 from nanorl.sandbox.session import Session, WorkspaceError, archive_of
 
-_REWARD_FILES = ("verifier/reward.txt", "verifier/reward.json")
+_MAKES_CODE = ("exec", "eval", "compile")
+_MODULES_THAT_MAKE_CODE = ("runpy", "pickle", "marshal", "shelve", "code", "imp")
 _MAX_REWARD_BYTES = 1 << 16
 _MAX_SCRIPT_OUTPUT_BYTES = 8 << 20  # nobody reads it; beyond it the script is killed
 _SCRIPT = """
@@ -147,9 +149,12 @@ async def _run_test(copy: Session, source: str, file: str, name: str, timeout_s:
     result = await copy.perform(protocol.TEST, parts, timeout_s)
     if result.status is not ExecStatus.OK:
         return _last_line(result.stderr) or f"it ended with {result.status}"
-    if result.stdout != nonce:
-        return "the process ended before the test did"
-    return ""
+    return "" if _is_end(result.stdout, nonce) else "the process ended before the test did"
+
+
+def _is_end(said: bytes, nonce: bytes) -> bool:
+    """The number alone: whoever can add to a test's report could have written all of it."""
+    return said == nonce
 
 
 def test_names(file: str, text: str) -> list[str]:
@@ -158,6 +163,7 @@ def test_names(file: str, text: str) -> list[str]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from error
+    _refuse_foreign_code(file, tree)
     found = []
     for node in tree.body:
         if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
@@ -173,6 +179,26 @@ def test_names(file: str, text: str) -> list[str]:
                 if isinstance(each, ast.FunctionDef) and each.name.startswith("test")
             ]
     return found
+
+
+def _refuse_foreign_code(file: str, tree: ast.AST) -> None:
+    """The folder's code runs apart from the tests, unless they themselves make code of its text."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names = [name for name in _MAKES_CODE if name == node.func.id]
+        elif isinstance(node, ast.Import):
+            names = [one.name for one in node.names if one.name in _MODULES_THAT_MAKE_CODE]
+        elif isinstance(node, ast.ImportFrom) and node.module in _MODULES_THAT_MAKE_CODE:
+            names = [node.module]
+        elif isinstance(node, ast.Attribute) and node.attr.endswith("FileLoader"):
+            names = [node.attr]
+        if names:
+            line = getattr(node, "lineno", 0)
+            raise ValueError(
+                f"{file}: line {line}: {names[0]} would run the folder's code among the tests; "
+                "import the module that is tested, or use a test.sh"
+            )
 
 
 async def verify(
@@ -204,8 +230,9 @@ async def verify(
 
 async def _read_reward(copy: Session, script: str, result: ExecResult) -> Verdict:
     """Harbor's order: the text file first."""
-    for name in _REWARD_FILES:
-        parts = {"root": protocol.LOGS, "path": name}
+    for path in protocol.REWARDS:
+        name = path.rpartition("/")[2]
+        parts = {"root": protocol.LOGS, "path": path}
         read = await copy.perform(protocol.READ, parts, 10.0, _MAX_REWARD_BYTES)
         if read.status is not ExecStatus.OK:
             continue
@@ -218,6 +245,8 @@ async def _read_reward(copy: Session, script: str, result: ExecResult) -> Verdic
         if not is_number or not ("reward" in rewards or len(rewards) == 1):
             return _verdict({script: f"{name} holds no number named reward"})
         reward = float(rewards.get("reward", next(iter(rewards.values()))))
+        if not 0.0 <= reward <= 1.0:
+            return _verdict({script: f"{name}: the reward {reward:g} is outside of [0, 1]"})
         return Verdict(reward, (script,), {}, {name: float(v) for name, v in rewards.items()})
     return _verdict({script: _last_line(result.stderr) or "it wrote no reward"})
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import _socket
 import ast
-import builtins
 import io
 import json
 import linecache
@@ -24,6 +23,7 @@ import socket
 import stat
 import sys
 import tarfile
+import time
 import traceback
 import types
 import unittest
@@ -42,16 +42,26 @@ from nanorl.sandbox.program import (
     renew_streams,
     report,
 )
+from nanorl.sandbox.program_side import Program
 from nanorl.sandbox.protocol import DONE, GO, receive
+from nanorl.sandbox.tests_side import Finder, Tests
 from nanorl.sandbox.worker import connect, limit_cpu, take_order
 
 _PROGRAM = "<program>"
-_LEFT = b"\nthe script left processes running"
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of every class that Python code defines
 
 
 def main(confinement: Confinement, sock: _socket.socket) -> None:
     """The whole life of one confined process: takes one order and carries it out."""
+    _live(confinement, sock)
+
+
+def main_of_grader(confinement: Confinement, sock: _socket.socket) -> None:
+    """The same for a test, whose memory holds the right values, and for who waits for a script."""
+    confinement.stand_apart()
+    _live(confinement, sock)
+
+
+def _live(confinement: Confinement, sock: _socket.socket) -> None:
     message, descriptors = take_order(confinement, sock)
     _, limit_s, job, _ = GO.unpack(message)
     if job == protocol.REPL:
@@ -68,7 +78,7 @@ def perform(job: int, parts: dict[str, bytes], folder: str) -> NoReturn:
     if job == protocol.SHELL:
         _run_shell(parts["command"])
     if job == protocol.TEST:
-        _run_test(parts, folder)
+        _run_test(parts)
     if job == protocol.CALL:
         _run_call(parts["code"], folder)
     if job == protocol.VERIFY:
@@ -263,23 +273,32 @@ def _run_call(code: bytes, folder: str) -> NoReturn:
 
 
 def _verify(command: bytes) -> NoReturn:
-    """Runs a script; fails where it was killed, or where processes outlived it: they could still
-    have written what it has just written."""
+    """Runs a script; fails where another than the script may have had the last word on its reward.
+
+    Orphans come to this process, so that it knows when the last of them ended.
+    """
     pid = os.fork()
     if pid == 0:
         _run_shell(command)
-    ended, status = 0, 0
+    ended, status, last_ns = 0, 0, 0
     while ended != pid:
-        ended, status = os.waitpid(pid, 0)
-    others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
-    alive = [each for each in others if not _is_zombie(each)]
-    if others:
-        with suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-    if os.WIFSIGNALED(status) or alive:
-        os.write(2, b"\nthe script was killed" if os.WIFSIGNALED(status) else _LEFT)
-        exit_now(1)
-    exit_now(0)
+        ended, status = os.waitpid(-1, 0)
+        last_ns = last_ns if ended == pid else time.time_ns()
+    if any(not _is_zombie(each) for each in _others()):
+        last_ns = time.time_ns()
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, 0)[0]:
+            last_ns = time.time_ns()
+    why = "the script was killed" if os.WIFSIGNALED(status) else _doubt(last_ns)
+    os.write(2, f"\n{why}".encode())
+    exit_now(1 if why else 0)
+
+
+def _others() -> set[int]:
+    """Processes in this namespace beside its init and this one."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
 
 
 def _is_zombie(pid: int) -> bool:
@@ -290,29 +309,80 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-def _run_test(parts: dict[str, bytes], folder: str) -> NoReturn:
-    """Runs one test function or method; only one that ran to its end reports the nonce."""
-    output = _private_output()
+def _doubt(last_ns: int) -> str:
+    """Why the reward need not be the script's word; empty: it must be.
+
+    `last_ns`: when the last process was seen to end that was not the script's own child. A program
+    that ran before the script wrote can still have kept it from writing.
+    """
+    folder = f"{protocol.LOGS}/verifier"
+    try:
+        mode = os.lstat(folder).st_mode
+        found = [os.lstat(path) for path in protocol.REWARDS if os.path.lexists(path)]
+        space = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if not stat.S_ISDIR(mode) or stat.S_IMODE(mode) & 0o300 != 0o300:
+        return f"{folder} is no folder that the script can write to"
+    if not (space.f_bavail and space.f_favail):
+        return f"{folder} has no room for what the script writes"
+    for one in found:
+        if not stat.S_ISREG(one.st_mode):
+            return "the reward is in no regular file"
+        if not one.st_mode & stat.S_IWUSR:
+            return "the script cannot write to the file of its reward"
+    # The time of the last change is the kernel's: no program can set it.
+    if found and last_ns >= found[0].st_ctime_ns:
+        return "a process that the script did not wait for could have written its reward"
+    return ""
+
+
+def serve_program(confinement: Confinement, sock: _socket.socket) -> None:
+    """The process that a test asks: it has the session's folder, and nothing of the tests'."""
+    confinement.unmount(protocol.TESTS)
+    confinement.unmount(protocol.LOGS)
+    _, descriptors = take_order(confinement, sock)
+    answer_tests(descriptors[0], confinement.folder)
+
+
+def answer_tests(channel: int, folder: str) -> NoReturn:
+    """Serves a test's questions until it ends. Nothing that the program prints is a result."""
+    os.dup2(channel, 3)
+    close_from(4)
+    null = os.open("/dev/null", os.O_RDWR)
+    for target in range(3):
+        os.dup2(null, target)
+    os.close(null)
+    renew_streams()
+    new_main()
     sys.dont_write_bytecode = True
-    tree = _strict_equality(ast.parse(parts["source"]))
-    unittest.TestCase.assertEqual = _assert_equal  # type: ignore[method-assign]
-    trusted = _trusted_names(tree)
     # After the standard library: a module `unittest` in the folder is not what a test imports.
+    sys.path[0] = folder
+    sys.path.append(sys.path.pop(0))
+    Program(socket.socket(fileno=3), folder).serve()
+
+
+def _run_test(parts: dict[str, bytes]) -> NoReturn:
+    """Runs one test function or method; only one that ran to its end reports the nonce.
+
+    Standard input is the channel to the program, whose code never runs here.
+    """
+    output, channel = _private_output(), socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.dont_write_bytecode = True
     sys.path[0] = protocol.TESTS
-    sys.path.append(folder)
+    Finder(Tests(channel, parts["source"])).install()
     module = types.ModuleType(parts["file"].decode().removesuffix(".py"))
-    module.__dict__.update(__file__=f"{protocol.TESTS}/{parts['file'].decode()}", __same__=_same)
+    module.__dict__.update(__file__=f"{protocol.TESTS}/{parts['file'].decode()}")
     sys.modules[module.__name__] = module
     try:
-        exec(compile(tree, module.__file__ or "", "exec"), module.__dict__)
+        exec(compile(parts["source"], module.__file__ or "", "exec"), module.__dict__)
         _call_test(module, parts["name"].decode())
     except BaseException as error:
         report(error)
         exit_now(1)
-    for owner, name, value in trusted:
-        if owner.get(name) is not value:
-            os.write(2, f"{name} of the standard library was replaced".encode())
-            exit_now(1)
     _write_all(output, parts["nonce"])
     exit_now(0)
 
@@ -331,61 +401,3 @@ def _call_test(module: types.ModuleType, name: str) -> None:
     problems = [*result.errors, *result.failures, *result.skipped]
     if problems or result.testsRun != 1 or result.expectedFailures:
         raise AssertionError(problems[0][1] if problems else "the test did not run")
-
-
-def _trusted_names(tree: ast.AST) -> list[tuple[Any, str, Any]]:
-    """(owner's names, name, value) of all that a test relies on, loaded before the program is."""
-    owners: list[Any] = [vars(builtins), vars(unittest.TestCase)]
-    for node in ast.walk(tree):
-        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for name in names:
-            if name.partition(".")[0] in sys.stdlib_module_names:
-                owners.append(vars(__import__(name, fromlist=["_"])))
-    return [(o, name, value) for o in owners for name, value in o.items() if callable(value)]
-
-
-class _StrictEquality(ast.NodeTransformer):
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        if len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-            same = ast.Name("__same__", ast.Load())
-            call = ast.Call(same, [node.left, node.comparators[0]], [])
-            if isinstance(node.ops[0], ast.Eq):
-                return call
-            return ast.UnaryOp(ast.Not(), call)
-        return node
-
-
-def _strict_equality(tree: ast.Module) -> ast.Module:
-    """The test with `a == b` decided by `_same`."""
-    return ast.fix_missing_locations(_StrictEquality().visit(tree))
-
-
-def _same(left: Any, right: Any) -> bool:
-    """`left == right`, except that a built-in value equals no object whose class decides equality
-    in Python: that class could say yes to everything."""
-    if _decides_itself(type(left)) != _decides_itself(type(right)):
-        return False
-    for kind in (list, tuple):
-        if isinstance(left, kind) and isinstance(right, kind):
-            return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
-    return bool(left == right)
-
-
-_assert_equal_of_unittest = unittest.TestCase.assertEqual
-
-
-def _assert_equal(self: unittest.TestCase, first: Any, second: Any, msg: Any = None) -> None:
-    _assert_equal_of_unittest(self, first, second, msg)
-    if not _same(first, second):
-        self.fail("equal by the word of the folder's own class")
-
-
-def _decides_itself(kind: type) -> bool:
-    bases = type.__dict__["__mro__"].__get__(kind)  # not what a metaclass says they are
-    owner = next(base for base in bases if "__eq__" in vars(base))
-    return bool(owner.__flags__ & _HEAP_TYPE)

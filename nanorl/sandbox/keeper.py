@@ -74,13 +74,28 @@ class Keeper(Server):
         elif job == protocol.LAY_TESTS:
             for path in (protocol.TESTS, protocol.LOGS):
                 self.confinement.mount_folder(path)
-        self.child = self._start(jobs.main)
-        result = self._run(message, descriptors)
+        if job == protocol.TEST:
+            result = self._run_test(message, descriptors)
+        else:
+            self.child = self._start(jobs.main_of_grader if job == protocol.VERIFY else jobs.main)
+            result = self._run(message, descriptors)
         if RESULT.unpack(result)[1] & protocol.FLAG_MEMORY and self.repl is not None:
             self._end_repl()  # its share of the memory would end the next job as well
             result = _with_flag(result)
         if job == protocol.LAY_TESTS:
             self.confinement.make_read_only(protocol.TESTS)
+        return result
+
+    def _run_test(self, message: bytes, descriptors: list[int]) -> bytes:
+        """A test and the program that it asks: two executions that cannot see one another."""
+        ours, theirs = socket.socketpair()
+        program = self._start(jobs.serve_program)
+        send(program.sock, message, [theirs.fileno()])
+        theirs.close()
+        self.child = self._start(jobs.main_of_grader)
+        payload, *outputs = descriptors
+        result = self._run(message, [payload, ours.detach(), *outputs])
+        program.reap()
         return result
 
     def _renew_folder(self, folder: str) -> None:

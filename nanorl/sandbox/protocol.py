@@ -31,6 +31,8 @@ PROGRAM, PYTHON, SHELL, REPL, READ, WRITE, PACK, UNPACK, LAY_TESTS, TEST, CALL, 
 FOLDERS = ("/work", "/app", "/workspace", "/testbed", "/repo")
 """The working folders that a session can have: mount points, made before it is known which."""
 TESTS, LOGS = "/tests", "/logs"
+REWARDS = (f"{LOGS}/verifier/reward.txt", f"{LOGS}/verifier/reward.json")
+"""Where a script writes its reward: of both the first counts."""
 
 _MAX_DESCRIPTORS = 4
 _INT = struct.calcsize("i")

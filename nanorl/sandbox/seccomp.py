@@ -91,6 +91,7 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 15, 16, 36, 1030, 1031, 1032)
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS GWINSZ FIONREAD NBIO (N)CLEX
 # PDEATHSIG, GET_DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, TIMERSLACK, GET_NO_NEW_PRIVS
 _PRCTLS = (1, 2, 3, 15, 16, 21, 23, 29, 30, 39)
+_PR_SET_DUMPABLE = 4
 
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 
@@ -201,6 +202,8 @@ def _check_loopback(name: str) -> list[Instruction]:
     if name == "socket":
         families = (_AF_UNIX, _AF_INET, _AF_INET6)
         return [_argument(0), *_one_of(families, _deny(errno.EAFNOSUPPORT))]
+    if name == "prctl":  # for the guard, which hides from its program: who hides gains nothing else
+        return [_argument(0), *_one_of((*_PRCTLS, _PR_SET_DUMPABLE), _deny(errno.EPERM))]
     if name == "setsockopt":
         others = _check_setsockopt()
         options = _one_of(_TCP_OPTIONS, _deny(errno.ENOPROTOOPT))

@@ -5,7 +5,7 @@
         before = await session.snapshot()
         await session.repl("x = 6 * 7", timeout_s=5)
         await session.repl("x", timeout_s=5)                      # stdout: 42
-        verdict = await session.grade({"test_stats.py": "..."}, timeout_s=30)
+        verdict = await grade(session, {"test_stats.py": "..."}, timeout_s=30)
 
 The walls are those of `SandboxPool.run`. Files stay, in the folder and in /tmp; processes do not:
 when `run`, `shell` or a file operation returns, all that it started is dead. Only the interpreter

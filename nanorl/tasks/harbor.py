@@ -3,8 +3,10 @@
     my-task/task.toml        timeouts and metadata
     my-task/instruction.md   what the policy reads
     my-task/environment/     the files of the working folder; a Dockerfile says where they go
-    my-task/tests/           test.sh, which writes /logs/verifier/reward.txt or reward.json; or,
-                             without one, test_*.py with plain test functions
+    my-task/tests/           test.sh, which writes a number from 0 to 1 to
+                             /logs/verifier/reward.txt or reward.json; or, without one, test_*.py
+                             with plain test functions, which never share a process with what they
+                             test
     my-task/solution/        not read here
 
 There is no container: of a Dockerfile FROM is taken as it is, WORKDIR, COPY and ADD of local files,
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nanorl.sandbox.grading import test_names
 from nanorl.sandbox.protocol import FOLDERS
 from nanorl.types import Task, split_of
 
@@ -89,6 +92,9 @@ def _read_task(folder: Path) -> Task:
     workplace, tests = read_workplace(folder), read_tests(folder)
     if "test.sh" not in tests and not any(_is_python_test(name) for name in tests):
         raise ValueError(f"{folder / 'tests'} holds neither test.sh nor a test_*.py")
+    if "test.sh" not in tests:
+        for name in filter(_is_python_test, tests):
+            test_names(str(folder / "tests" / name), tests[name].decode())
     prompt = instruction.read_text(encoding="utf-8").strip()
     digest = hashlib.sha256(prompt.encode())
     for name, content in sorted(

@@ -161,6 +161,11 @@ def test_a_set_up_that_fails_is_the_infrastructures_failure(
         ({"task.toml": "[[steps\n"}, "task.toml: "),
         ({"instruction.md": None}, "instruction.md is missing"),
         ({"tests/test.sh": None}, r"neither test.sh nor"),
+        (
+            {"tests/test.sh": None, "tests/test_a.py": "def test_a(): exec(open('a.py').read())"},
+            r"tests/test_a.py: line 1: exec would run",
+        ),
+        ({"tests/test.sh": None, "tests/test_a.py": "def test_a(x): pass"}, r"takes fixtures"),
     ],
 )
 def test_a_harbor_task_that_needs_more_is_refused(

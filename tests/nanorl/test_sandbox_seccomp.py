@@ -88,6 +88,7 @@ def test_arguments_decide(machine: str) -> None:
     assert decide(machine, n["ioctl"], 0, 0x5412) == denied(errno.ENOTTY)  # TIOCSTI
     assert decide(machine, n["prctl"], 15) == ALLOW  # PR_SET_NAME
     assert decide(machine, n["prctl"], 22) == denied(errno.EPERM)  # PR_SET_SECCOMP
+    assert decide(machine, n["prctl"], 4) == denied(errno.EPERM)  # PR_SET_DUMPABLE
 
 
 @pytest.mark.parametrize("machine", ARCH)

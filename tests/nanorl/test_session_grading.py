@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,55 +69,71 @@ def mean(xs):
 """
 
 
+# Writes a verdict of its own when the script imports it.
+PAYS = (
+    "import os\nREWARD = '/logs/verifier/reward.txt'\n"
+    "open(REWARD, 'w').write('1')\ndef mean(xs): return 7\n"
+)
+WRITABLE = ("jobs", "        if not one.st_mode & stat.S_IWUSR:", "        if False:")
+UNWAITED = ("jobs", "    if found and last_ns >= found[0].st_ctime_ns:", "    if False:")
+
+
 @dataclass(frozen=True)
 class Forgery:
-    """`defence`: module, text and what stands there without it; or a name in `grading`."""
+    """`defences`: module, text and what stands there without it; or a name in `grading`."""
 
     name: str
     files: Mapping[str, str]
     test: str
-    module: str
-    defence: str
-    without: str
+    defences: tuple[tuple[str, str, str], ...]
 
 
-TEST_STARTS = "    output = _private_output()\n    sys.dont_write_bytecode = True\n"
-END_REPORTED_FIRST = (
-    "    output = _private_output()\n    _write_all(output, parts['nonce'])\n"
-    "    parts['nonce'] = b''\n"
+# Without it the program's modules are imported by the test itself.
+APART = (
+    "jobs",
+    '    Finder(Tests(channel, parts["source"])).install()\n',
+    "    sys.path.append('/work')\n",
 )
+TEST_STARTS = "    output, channel = _private_output(), socket.socket(fileno=os.dup(0))\n"
+END_REPORTED_FIRST = (
+    TEST_STARTS + "    _write_all(output, parts['nonce'])\n    parts['nonce'] = b''\n"
+)
+HIDDEN = ("jobs", "    confinement.unmount(protocol.TESTS)\n", "")
 FORGERIES = (
     Forgery(
         "exits early",
         {"stats.py": "import os\ndef mean(xs): os._exit(0)\n"},
         FUNCTION,
-        "jobs",
-        TEST_STARTS,
-        END_REPORTED_FIRST,
+        (APART, ("jobs", TEST_STARTS, END_REPORTED_FIRST)),
+    ),
+    Forgery(
+        "exits early, apart",
+        {"stats.py": "import os\ndef mean(xs): os._exit(0)\n"},
+        FUNCTION,
+        (
+            ("jobs", TEST_STARTS, END_REPORTED_FIRST),
+            (
+                "tests_side",
+                'before the test did".encode())\n        exit_now(1)',
+                '".encode())\n        exit_now(0)',
+            ),
+        ),
     ),
     Forgery(
         "prints the verdict",
-        {"stats.py": "import os\nos.write(3, b'passed')\nos.write(1, b'passed')\nos._exit(0)\n"},
+        {
+            "stats.py": "import os\nfor n in 1, 3, 4: \n    try: os.write(n, b'passed')\n"
+            "    except OSError: pass\nos._exit(0)\n"
+        },
         FUNCTION,
-        "grading",
-        "secrets",
-        "passed",
+        (APART, ("grading", "secrets", "passed")),
     ),
-    Forgery(
-        "equals everything",
-        {"stats.py": EQUAL},
-        FUNCTION,
-        "jobs",
-        '_strict_equality(ast.parse(parts["source"]))',
-        "ast.parse(parts['source'])",
-    ),
+    Forgery("equals everything", {"stats.py": EQUAL}, FUNCTION, (APART,)),
     Forgery(
         "equals everything, to unittest",
         {"stats.py": EQUAL},
         UNITTEST.replace("        self.assertTrue(mean([2]) == 2)\n", ""),
-        "jobs",
-        "    unittest.TestCase.assertEqual = _assert_equal  # type: ignore[method-assign]\n",
-        "",
+        (APART,),
     ),
     Forgery(
         "patches assertions",
@@ -125,27 +142,55 @@ FORGERIES = (
             "    setattr(unittest.TestCase, name, lambda *a: None)\n"
         },
         UNITTEST,
-        "jobs",
-        "        if owner.get(name) is not value:",
-        "        if False:",
+        (APART,),
     ),
     Forgery(
         "patches the standard library",
         {"stats.py": WRONG + "import math\nmath.isclose = lambda *a: True\n"},
         "import math\nfrom stats import mean\ndef test_mean():\n"
         "    assert math.isclose(mean([1, 2]), 1.5)\n",
-        "jobs",
-        "        if owner.get(name) is not value:",
-        "        if False:",
+        (APART,),
+    ),
+    Forgery(
+        "reads the right value from the test's memory",
+        {
+            "stats.py": "import sys\ndef mean(xs):\n    frame = sys._getframe()\n"
+            "    while frame:\n        if 'want' in frame.f_locals: return frame.f_locals['want']\n"
+            "        frame = frame.f_back\n"
+        },
+        "from stats import mean\ndef test_mean():\n    want = 1.5\n"
+        "    assert mean([1, 2]) == want\n",
+        (APART,),
     ),
     Forgery(
         "shadows the standard library",
         {"stats.py": WRONG.replace("7", "1"), "statistics.py": "def fmean(xs): return 1\n"},
         IMPORTS,
-        "jobs",
-        "    sys.path.append(folder)\n    module =",
-        "    sys.path.insert(0, folder)\n    trusted = []\n"
-        "    sys.modules.pop('statistics', None)\n    module =",
+        (
+            (
+                *APART[:2],
+                "    sys.path.insert(0, '/work')\n    sys.modules.pop('statistics', None)\n",
+            ),
+        ),
+    ),
+    Forgery(
+        "shadows the standard library, apart",
+        {"stats.py": WRONG.replace("7", "1"), "statistics.py": "def fmean(xs): return 1\n"},
+        IMPORTS,
+        (
+            (
+                "tests_side",
+                'is_own = name.partition(".")[0] in sys.stdlib_module_names',
+                "is_own = False",
+            ),
+            (
+                "tests_side",
+                "own := importlib.machinery.PathFinder.find_spec(name, self._paths)",
+                "own := None",
+            ),
+            ("jobs", "    sys.path.append(sys.path.pop(0))\n", ""),
+            ("jobs", TEST_STARTS, TEST_STARTS + "    sys.modules.pop('statistics', None)\n"),
+        ),
     ),
     Forgery(
         "reads the tests",
@@ -156,9 +201,16 @@ FORGERIES = (
             "        return float(re.search(r'== ([0-9.]+)', text)[1])\n"
         },
         FUNCTION,
-        "grading",
-        "archive_of",
-        "",
+        (("grading", "archive_of", ""), HIDDEN),
+    ),
+    Forgery(
+        "reads what the tests read",
+        {
+            "stats.py": "import json\nanswers = iter(json.load(open('/tests/answers.json')))\n"
+            "def mean(xs): return next(answers)[1]\n"
+        },
+        DATA,
+        (HIDDEN,),
     ),
     Forgery(
         "rewrites what the tests read",
@@ -167,9 +219,14 @@ FORGERIES = (
             + WRONG
         },
         DATA,
-        "keeper",
-        "            self.confinement.make_read_only(protocol.TESTS)",
-        "            pass",
+        (
+            (
+                "keeper",
+                "            self.confinement.make_read_only(protocol.TESTS)",
+                "            pass",
+            ),
+            HIDDEN,
+        ),
     ),
     Forgery(
         "shadows what the script imports",
@@ -178,9 +235,7 @@ FORGERIES = (
             "json.py": "import os, sys\nprint(1.5)\nsys.stdout.flush()\nos._exit(0)\n",
         },
         SCRIPT,
-        "grading",
-        "_SCRIPT",
-        "exec {shell} /tests/{script}\n",
+        (("grading", "_SCRIPT", "exec {shell} /tests/{script}\n"),),
     ),
     Forgery(
         "kills the script",
@@ -191,9 +246,7 @@ FORGERIES = (
             "        os.kill(pid, signal.SIGKILL)\n"
         },
         SCRIPT,
-        "jobs",
-        "    if os.WIFSIGNALED(status) or alive:",
-        "    if False:",
+        (("jobs", " if os.WIFSIGNALED(status) else _doubt(last_ns)", " if False else ''"),),
     ),
     Forgery(
         "waits behind the script",
@@ -203,9 +256,42 @@ FORGERIES = (
             + WRONG
         },
         SCRIPT,
-        "jobs",
-        "    if os.WIFSIGNALED(status) or alive:",
-        "    if os.WIFSIGNALED(status):",
+        (UNWAITED,),
+    ),
+    Forgery(
+        "writes behind the script, and ends",
+        {
+            "stats.py": "import os, subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.1; "
+            "echo 1 > /logs/verifier/reward.txt'], stdout=2, start_new_session=True)\n" + WRONG
+        },
+        SCRIPT,
+        (UNWAITED,),
+    ),
+    Forgery(
+        "makes its own verdict read-only",
+        {"stats.py": PAYS + "os.chmod(REWARD, 0o444)\n"},
+        SCRIPT,
+        (WRITABLE,),
+    ),
+    Forgery(
+        "leads the script's verdict elsewhere",
+        {
+            "stats.py": PAYS + "os.rename(REWARD, REWARD + '.own')\n"
+            "os.symlink(REWARD + '.own', REWARD)\nos.chmod(REWARD, 0o444)\n"
+        },
+        SCRIPT,
+        (WRITABLE, ("jobs", "        if not stat.S_ISREG(one.st_mode):", "        if False:")),
+    ),
+    Forgery(
+        "leaves no room for another verdict",
+        {
+            "stats.py": "import os\nos.unlink('/logs/verifier/reward.txt')\n"
+            "open('/logs/verifier/reward.json', 'w').write('1')\n"
+            "try:\n    for n in range(9999): open(f'/logs/verifier/{n}', 'w')\n"
+            "except OSError: pass\n" + WRONG
+        },
+        SCRIPT,
+        (("jobs", "    if not (space.f_bavail and space.f_favail):", "    if False:"),),
     ),
 )
 
@@ -256,21 +342,22 @@ def test_a_forgery_does_not_pay(pool: SandboxPool, forgery: Forgery) -> None:
 def test_without_its_defence_the_forgery_pays(
     forgery: Forgery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if forgery.module != "grading":
-        path = f"/sbx/nanorl/sandbox/{forgery.module}.py"
-        data = bwrap.worker_data()
-        text = data[path].decode()
-        assert forgery.defence in text, "the defence has moved"
-        data[path] = text.replace(forgery.defence, forgery.without).encode()
-        monkeypatch.setattr(bwrap, "worker_data", lambda: data)
-    elif forgery.defence == "archive_of":
-        whole = laid(forgery.test)[0]
-        archive_of = grading.archive_of
-        monkeypatch.setattr(grading, "archive_of", lambda files, spec: archive_of(whole, spec))
-    elif forgery.defence == "secrets":
-        monkeypatch.setattr(grading.secrets, "token_bytes", lambda n: forgery.without.encode())
-    else:
-        monkeypatch.setattr(grading, forgery.defence, forgery.without)
+    data = bwrap.worker_data()
+    for module, defence, without in forgery.defences:
+        if module != "grading":
+            path = f"/sbx/nanorl/sandbox/{module}.py"
+            text = data[path].decode()
+            assert defence in text, "the defence has moved"
+            data[path] = text.replace(defence, without).encode()
+        elif defence == "archive_of":
+            lay = partial(grading.archive_of, laid(forgery.test)[0])
+            monkeypatch.setattr(grading, "archive_of", lambda _, spec, lay=lay: lay(spec))
+        elif defence == "secrets":
+            said = without.encode()
+            monkeypatch.setattr(grading.secrets, "token_bytes", lambda n, said=said: said)
+        else:
+            monkeypatch.setattr(grading, defence, without)
+    monkeypatch.setattr(bwrap, "worker_data", lambda: data)
     with SandboxPool(replace(SPEC, warm_sessions=0)) as pool:
         verdict = asyncio.run(verdict_on(pool, forgery.files, forgery.test))
     assert verdict.reward == 1.0, verdict
@@ -351,7 +438,20 @@ def test_no_code_passes_a_case_but_by_the_value(pool: SandboxPool) -> None:
 REWARDS = (
     ("echo 0.25 > $V/reward.txt", 0.25),
     ("""echo '{"reward": 0.5, "style": 1}' > $V/reward.json""", 0.5),
-    ("""echo '{"speed": 2}' > $V/reward.json""", 2.0),
+    ("""echo '{"speed": 0.75}' > $V/reward.json""", 0.75),
+    ("""echo '{"speed": 2}' > $V/reward.json""", 0.0),
+    ("""echo '{"reward": 1, "seconds": 1e12}' > $V/reward.json""", 1.0),
+    ("echo 1e300 > $V/reward.txt", 0.0),
+    ("echo -1 > $V/reward.txt", 0.0),
+    ("echo 1e999 > $V/reward.txt", 0.0),
+    ("echo 1 > $V/own; ln -s own $V/reward.txt", 0.0),
+    ("mkdir $V/reward.txt; echo 1 > $V/reward.json", 0.0),
+    ("echo 1 > $V/reward.txt; chmod 444 $V/reward.txt", 0.0),
+    ("echo 1 > $V/reward.json; chmod 555 $V", 0.0),
+    ("mv $V /tmp/own; echo 1 > /tmp/own/reward.txt; ln -s /tmp/own $V", 0.0),
+    ("sleep 0.1 & wait; echo 1 > $V/reward.txt", 1.0),
+    ("(sleep 0.1 &); sleep 0.3; echo 1 > $V/reward.txt", 1.0),
+    ("echo 1 > $V/reward.txt; (sleep 0.1 &); sleep 0.3", 0.0),
     ("""echo '{"a": 1, "b": 1}' > $V/reward.json""", 0.0),
     ("echo yes > $V/reward.txt", 0.0),
     ("echo NaN > $V/reward.txt", 0.0),

@@ -231,6 +231,23 @@ def test_no_forgery_pays(sandbox: WorkspaceSandbox, name: str) -> None:
     assert score(sandbox, "def add(a, b): return a + b") == 1.0, "the next one is judged as ever"
 
 
+IN_A_LOOP = """
+def check(candidate):
+    for got, want in zip(map(candidate, [1, 2], [3, 4]), [4, 6]):
+        assert got == want
+    left = iter([1, 2])
+    for got in iter(lambda: candidate(next(left, 0), 1), 1):
+        assert got in (2, 3)
+"""
+
+
+@pytest.mark.parametrize("kind", ["StopIteration", "StopAsyncIteration", "IndexError"])
+def test_no_exception_ends_a_tests_loop_in_silence(sandbox: WorkspaceSandbox, kind: str) -> None:
+    data = {"tests": IN_A_LOOP, "entry_point": "add"}
+    assert score(sandbox, f"def add(a, b): raise {kind}", data) == 0.0
+    assert score(sandbox, "def add(a, b): return a + b", data) == 1.0
+
+
 def test_code_can_leave_nothing_for_the_next_grader(sandbox: WorkspaceSandbox) -> None:
     for name in ("writes the input and the program of the next run", "patches the builtins"):
         score(sandbox, FORGERIES[name])

@@ -29,7 +29,8 @@ from nanorl.sandbox.outcome import Outcome, judge
 
 # In the order in which they import one another.
 _MODULES = (
-    *("protocol", "confine", "first", "program", "usage", "worker", "jobs"),
+    *("protocol", "confine", "first", "program", "usage", "worker", "plain"),
+    *("tests_side", "program_side", "jobs"),
     *("backends.frames", "backends.rights", "backends.guest"),
 )
 _BOOT = """

@@ -75,6 +75,11 @@ class Job:
         self._theirs.append(theirs)
         return theirs
 
+    def hold(self, descriptor: int) -> int:
+        """A descriptor that the program gets, to be closed here with the others."""
+        self._theirs.append(descriptor)
+        return descriptor
+
     def hand_over(self) -> None:
         """The program has its ends; here they are closed."""
         for descriptor in self._theirs:
@@ -138,7 +143,8 @@ class GuestServer:
         else:
             if order.job == protocol.UNPACK:
                 self.folder = self.config["root"] + protocol.FOLDERS[order.argument]
-            self._wait(job, self._fork(job, self._perform))
+            channel = self._start_program(job) if order.job == protocol.TEST else -1
+            self._wait(job, self._fork(job, self._perform, channel))
         self._clean(job, standing)
         self._pump(job)
         job.close()
@@ -150,9 +156,25 @@ class GuestServer:
 
     # The forked process.
 
-    def _fork(self, job: Job, main: Callable[..., None], *arguments: Any) -> int:
+    def _start_program(self, job: Job) -> int:
+        """The program that a test asks, in a process of its own; the test's end of the talk."""
+        ours, theirs = socket.socketpair()
+        self._fork(job, self._serve_program, theirs, has_streams=False)
+        theirs.close()
+        return job.hold(ours.detach())
+
+    def _serve_program(self, order: frames.JobOrder, _: list[int], theirs: socket.socket) -> None:
+        os.chdir(self.folder)
+        _be_expendable()
+        rights.lower(self.config)
+        limit_cpu(order.limit_s)
+        jobs.answer_tests(theirs.detach(), self.folder)
+
+    def _fork(
+        self, job: Job, main: Callable[..., None], *arguments: Any, has_streams: bool = True
+    ) -> int:
         streams = []
-        if job.order.job != protocol.REPL:
+        if has_streams:
             stdin = job.feed(job.order.stdin) if job.order.stdin else -1
             streams = [stdin, job.output(frames.OUT), job.output(frames.ERR)]
         pid = os.fork()
@@ -171,13 +193,13 @@ class GuestServer:
         job.hand_over()
         return pid
 
-    def _perform(self, order: frames.JobOrder, streams: list[int]) -> None:
+    def _perform(self, order: frames.JobOrder, streams: list[int], channel: int) -> None:
         os.chdir(self.folder or self.config["root"] + "/tmp")
         _be_expendable()
-        rights.lower(self.config)
+        rights.lower(self.config, is_hidden=order.job in (protocol.TEST, protocol.VERIFY))
         limit_cpu(order.limit_s)
         if streams[0] < 0:
-            streams[0] = os.open("/dev/null", os.O_RDONLY)
+            streams[0] = channel if channel >= 0 else os.open("/dev/null", os.O_RDONLY)
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
         close_from(3)
@@ -200,7 +222,7 @@ class GuestServer:
         """Runs one piece of code in it; returns the processes that are to be left alone."""
         if not self._repl:
             self._talk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._repl = self._fork(job, self._serve_repl, theirs)
+            self._repl = self._fork(job, self._serve_repl, theirs, has_streams=False)
             theirs.close()
         assert self._talk is not None, "made with the interpreter"
         order = job.order

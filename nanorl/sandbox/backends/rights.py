@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import os
 import resource
 import struct
@@ -35,11 +36,18 @@ def keep_for_itself() -> None:
     """Of the server: no program of the same user may look into it or take its descriptors, and
     orphans come to it."""
     check(prctl(_SET_DUMPABLE, 0), "clear dumpable")
-    prctl(_SET_CHILD_SUBREAPER, 1)  # the init of a namespace, which may lack the call, is one
+    _adopt_orphans()
 
 
-def lower(config: Mapping[str, Any]) -> None:
-    """Gives up what `config` says, for ever. The filter comes last."""
+def _adopt_orphans() -> None:
+    """gVisor's kernel lacks the call, and says so; there orphans go to the init of the box."""
+    if prctl(_SET_CHILD_SUBREAPER, 1) < 0 and (number := ctypes.get_errno()) != errno.EINVAL:
+        raise OSError(number, f"become the parent of orphans: {os.strerror(number)}")
+
+
+def lower(config: Mapping[str, Any], is_hidden: bool = False) -> None:
+    """Gives up what `config` says, for ever. The filter comes last. `is_hidden`: no other process
+    looks into it, and orphans come to it."""
     for name, value in config["rlimits"].items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
@@ -50,7 +58,9 @@ def lower(config: Mapping[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    check(prctl(_SET_DUMPABLE, 1), "set dumpable")
+    check(prctl(_SET_DUMPABLE, 0 if is_hidden else 1), "set dumpable")
+    if is_hidden:
+        _adopt_orphans()
     check(prctl(_SET_NO_NEW_PRIVS, 1), "no_new_privs")
     if config["landlock"]:
         _fence(config["landlock"]["read"], config["landlock"]["write"])

@@ -47,7 +47,7 @@ from nanorl.sandbox.backends.wasi_files import (
     WasiError,
     fixed_folder,
 )
-from nanorl.sandbox.confine import close_from, prctl
+from nanorl.sandbox.confine import check, close_from, prctl
 from nanorl.sandbox.program import parts_of
 from nanorl.sandbox.worker import limit_cpu
 
@@ -238,7 +238,8 @@ class WasmServer(GuestServer):
             os.dup2(descriptor, target)
         close_from(len(streams) + 1)
         rights.lower(self.config)
-        prctl(_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
+        # After the change of user, which would have cleared it.
+        check(prctl(_SET_PDEATHSIG, signal.SIGKILL), "end with the server")
         limit_cpu(job.order.limit_s)
         if tree is self._work:
             tree.on_change = _tell

