@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoengine.parallel.layout import AXES, WORLD, Layout
+from nanoengine.parallel.peer_proof import prove_peers
 
 Axis = str | tuple[str, ...]
 ReduceOp = Literal["sum", "max", "min"]
@@ -183,7 +184,7 @@ class Mesh:
         else:
             gloo._devices = [backend.create_device(hostname=self._host)]
         group = backend(store, rank, size, gloo)
-        group.barrier().wait()  # nobody leaves before all have connected
+        prove_peers(group, store, rank, size, self._timeout)  # nobody leaves before all are there
         return group
 
     def close(self) -> None:

@@ -554,10 +554,7 @@ class Cluster:
             return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
         store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
-        seats = [
-            Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
-            for rank in range(tp)
-        ]
+        seats = [Seat(rank=rank, tp=tp, meeting=meeting, name=epoch) for rank in range(tp)]
         group = self._scheduler.group(
             Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
         )

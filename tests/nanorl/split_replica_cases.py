@@ -12,6 +12,7 @@ from tiny_text import make_model
 from torch import Tensor
 
 from nanoengine.model.hf import export_state
+from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
@@ -44,10 +45,10 @@ class SeedReceiver:
                 yield name, tensor
 
 
-def split(rank: Rank, folder: Path, port: int) -> list[Output]:
+def split(rank: Rank, folder: Path, meeting: MeetingPoint) -> list[Output]:
     """Rank 0 answers, takes new weights and answers again; the other follows."""
     recipe = ReplicaRecipe(folder=folder, device="cpu", infer=InferConfig(num_blocks=64))
-    seat = Seat(rank=rank.rank, tp=2, host="127.0.0.1", port=port, name="r0")
+    seat = Seat(rank=rank.rank, tp=2, meeting=meeting, name="r0")
     replica = Replica(recipe, seat=seat)
 
     async def lead() -> list[Output]:

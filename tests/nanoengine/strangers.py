@@ -1,0 +1,152 @@
+"""A process of another user of this machine, for the tests of who may join a meeting.
+
+    with Stranger() as stranger:
+        stranger.call(join_as_rank_0, port, marker)     # runs there, as `nobody` where we are root
+
+It knows where the ranks meet, as /proc/net/tcp tells every user, and all about our protocol; it
+does not know the run's secret.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pool import PRELOAD
+
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
+
+NOBODY = 65534
+PATIENCE = timedelta(seconds=5)
+
+
+class Stranger:
+    """Calls functions of this module, one after the other, in a process of its own."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._connection.send((function, arguments))
+
+    def answer(self) -> Any:
+        """What the function returned, or the error that it raised, as a text."""
+        return self._connection.recv()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.start(function, *arguments)
+        return self.answer()
+
+    def __enter__(self) -> Stranger:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = function(*arguments)
+        except Exception:
+            answer = traceback.format_exc()
+        connection.send(answer)
+
+
+def whoami() -> int:
+    return os.getuid()
+
+
+class Make:
+    """Where it is unpickled, a folder is made, whose owner tells by whom."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self._marker),)
+
+
+def join_as_rank_0(port: int, marker: Path) -> str:
+    """In torch's own store: find the group that a follower of two waits for, join it as its leader
+    and say something that makes a folder where it is unpickled."""
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENCE
+    )
+    keys = store.list_keys()
+    while not any(key.endswith("/tp/0/0/1") for key in keys):
+        keys = store.list_keys()
+    name = next(key for key in keys if key.endswith("/tp/0/0/1")).removesuffix("/tp/0/0/1")
+    mesh = Mesh(Layout(tp=2), 0, store, name=name, timeout_s=30, host="127.0.0.1")
+    raw = pickle.dumps(Make(marker))
+    page = (len(raw).to_bytes(8, "little") + raw).ljust(2048, b"\0")
+    mesh.broadcast("tp", torch.frombuffer(bytearray(page), dtype=torch.uint8))
+    return "said"
+
+
+_haunted: dict[int, str] = {}
+
+
+def haunt(port: int, marker: Path) -> None:
+    """Join the meeting at `port`, if there is one, in a thread."""
+
+    def attack() -> None:
+        try:
+            _haunted[port] = join_as_rank_0(port, marker)
+        except Exception as error:
+            _haunted[port] = f"{type(error).__name__}: {error}"[:200]
+
+    threading.Thread(target=attack, daemon=True).start()
+
+
+def haunted() -> dict[int, str]:
+    return dict(_haunted)
+
+
+def listening_ports(root: int) -> set[int]:
+    """Where the process `root` and those below it listen on TCP."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family, size = {root}, 0
+    while len(family) > size:
+        size = len(family)
+        family |= {pid for pid, parent in parents.items() if parent in family}
+    theirs = set()
+    for pid in family:
+        with suppress(OSError):
+            theirs |= {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[1].split(":")[1], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in theirs
+    }
