@@ -1,4 +1,4 @@
-"""Ranks of a new process group prove to each other, over its own connections, that they belong to it.
+"""Ranks of a new process group prove to each other, over its own connections, that they belong.
 
 gloo lets in whoever connects first and names a rank's number, which another user of the machine may
 do before the rank does: it would then be sent what the rank is sent, and be believed what the rank

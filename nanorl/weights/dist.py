@@ -11,8 +11,8 @@ from version to version, compare checksums piece by piece, and then load.
 Both sides run at once, so a publication differs from the other transports': the driver announces
 the epoch in a store, the senders read it there, and the replicas find it in the offer. The store is
 a meeting's (nanoengine.parallel.rendezvous): only who has its secret, which travels with senders
-and receivers, reads it, writes to it or takes a place in a group. A peer that dies is an error for all who still wait for it, within the time limit; the transport then opens
-another epoch.
+and receivers, reads it, writes to it or takes a place in a group. A peer that dies is an error for
+all who still wait for it, within the time limit; the transport then opens another epoch.
 
 Left out: forwarding between replicas (each is served by the owners), and changes alone.
 """

@@ -115,10 +115,7 @@ def test_a_split_replica_that_loses_a_rank_is_lost_as_one(tmp_path: Path) -> Non
         store, meeting = open_store()
         async with cluster() as sched:
             recipe = ReplicaRecipe(folder=tmp_path, device="cpu", infer=CONFIG)
-            seats = [
-                Seat(rank=rank, tp=2, meeting=meeting, name="r0")
-                for rank in range(2)
-            ]
+            seats = [Seat(rank=rank, tp=2, meeting=meeting, name="r0") for rank in range(2)]
             group = sched.group(MortalReplica, [((recipe,), {"seat": seat}) for seat in seats])
             leader, follower = group.handles
             pid = await follower.call(MortalReplica.pid)
