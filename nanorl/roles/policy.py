@@ -41,7 +41,7 @@ from nanorl.roles.ranks import results, start_ranks
 from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
 from nanorl.weights.offer import Offer, WeightSender
-from nanosched import Future, WorkerDied, WorkerGroup, node_address
+from nanosched import Future, WorkerDied, WorkerGroup, meeting_address
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -77,7 +77,7 @@ class PolicyRank:
 
     async def open_store(self) -> MeetingPoint:
         """For rank 0: where the others find it, on this machine or another one of the cluster."""
-        self._store, meeting = open_store(node_address())
+        self._store, meeting = open_store(meeting_address())
         return meeting
 
     async def build(self, meeting: MeetingPoint | None) -> None:
