@@ -92,7 +92,7 @@ class Mesh:
         host: str | None = None,
     ) -> None:
         """`store` introduces the processes to each other (any torch store; a single process needs
-        none). Meshes that share a store need different names. On a CPU the groups listen at
+        none); whoever can read it can join. Meshes that share a store need different names. On a CPU the groups listen at
         `host`, an address of this machine; None: where its name points to."""
         if not 0 <= rank < layout.world:
             raise ValueError(f"rank={rank}: must be in 0..{layout.world - 1} for {layout}")
@@ -111,7 +111,8 @@ class Mesh:
     @classmethod
     def from_torchrun(cls, layout: Layout, *, device: torch.device | str = "cpu") -> Mesh:
         """The mesh of a process started by `torchrun`, which hands its place in variables of the
-        environment."""
+        environment. The store is torchrun's and asks nobody for a secret: whoever can connect to it
+        can join, so only processes that you trust should be able to."""
         try:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,9 +1,9 @@
 """Ranks of a new process group prove to each other, over its own connections, that they belong.
 
 gloo lets in whoever connects first and names a rank's number, which another user of the machine may
-do before the rank does: it would then be sent what the rank is sent, and be believed what the rank
-is believed. So before anything else goes over a group, its first rank leaves a key in the store,
-which only ranks can read, and all prove to each other that they have read it.
+do before the rank does: it would then be sent what the rank is sent, and be believed as the rank is
+believed. So before anything else goes over a group, its first rank leaves a key in the store, which
+only ranks can read, and all prove to each other that they have read it.
 
 Left out: a stranger's power to be in the way. It takes a rank's place by being faster, and then
 making the group fails; whoever made it makes another one.
