@@ -92,8 +92,8 @@ class Mesh:
         host: str | None = None,
     ) -> None:
         """`store` introduces the processes to each other (any torch store; a single process needs
-        none); whoever can read it can join. Meshes that share a store need different names. On a CPU the groups listen at
-        `host`, an address of this machine; None: where its name points to."""
+        none); who can read it can join. Meshes that share a store need different names. On a CPU
+        the groups listen at `host`, an address of this machine; None: where its name points to."""
         if not 0 <= rank < layout.world:
             raise ValueError(f"rank={rank}: must be in 0..{layout.world - 1} for {layout}")
         if store is None and layout.world > 1:
