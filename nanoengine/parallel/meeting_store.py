@@ -65,7 +65,7 @@ class MeetingStore(dist.Store):
         """No call waits longer than `timeout_s`. A `server` is closed with this store."""
         super().__init__()
         self.point = point
-        self.set_timeout(timedelta(seconds=timeout_s))
+        self._limit_s = timeout_s
         self._idle: deque[socket.socket] = deque()
         self._closing = weakref.finalize(self, _close, self._idle, server)
 
@@ -115,7 +115,7 @@ class MeetingStore(dist.Store):
     # -- the connection ------------------------------------------------------------------------
 
     def _ask(self, *fields: bytes, limit: timedelta | None = None) -> list[bytes]:
-        limit_s = (self.timeout if limit is None else limit).total_seconds()
+        limit_s = self._limit_s if limit is None else limit.total_seconds()
         message = frame(*fields)
         try:
             sock = self._idle.pop() if self._idle else self._connect()
@@ -159,7 +159,7 @@ class MeetingStore(dist.Store):
     def _reach(self) -> socket.socket:
         address = (self.point.host, self.point.port)
         try:
-            sock = socket.create_connection(address, self.timeout.total_seconds())
+            sock = socket.create_connection(address, self._limit_s)
         except OSError as error:
             raise dist.DistNetworkError(f"{self._where} cannot be reached: {error}") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
