@@ -102,6 +102,10 @@ class MeetingStore(dist.Store):
         """Until all keys are there. DistStoreError after `timeout`, or the store's."""
         self._ask(b"wait", *_names(keys), limit=timeout)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For the calls from now on."""
+        self._limit_s = timeout.total_seconds()
+
     def delete_key(self, key: str) -> bool:
         (found,) = self._ask(b"delete", key.encode())
         return found == b"1"

@@ -126,8 +126,12 @@ def test_a_call_that_waits_too_long_says_so_and_the_next_one_works(meeting: Meet
         store.get("never")
     with pytest.raises(dist.DistStoreError, match="wait never"):
         store.wait(["never"], SHORT)
+    patient = client(meeting)
+    patient.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError, match="get never"):
+        patient.get("never")
     store.set("never", b"late")
-    assert store.get("never") == b"late"
+    assert store.get("never") == patient.get("never") == b"late"
 
 
 def test_a_value_of_megabytes_arrives_and_one_beyond_the_bound_is_refused(
