@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanoengine.build import build_engine, check_layout
@@ -42,8 +41,9 @@ from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
-from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
+from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -272,7 +272,7 @@ class SftRank:
         self._config, self._rank = config, rank
         self._device = resolve_device(config.device)
         self._thread = worker_thread("train", self._device, torch.get_num_threads())
-        self._store: dist.Store | None = None
+        self._store: MeetingStore | None = None
         self._has_to_stop = False
 
     async def open_store(self) -> MeetingPoint:

@@ -16,11 +16,10 @@ Left out: repairing a group that has lost a rank.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,42 +29,28 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.led_messages import (
+    AbortCall,
+    AddCall,
+    LeaderBeat,
+    LeaderBye,
+    LedMessage,
+    NoMoreTensors,
+    PlainCall,
+    PlainName,
+    TensorComes,
+    WeightsCall,
+    decode,
+    encode,
+)
 from nanoinfer.params import Output, SamplingParams
 
 _PAGE = 2048  # bytes of a message that travel with its length
+_MOST_BYTES = 1 << 30  # prompts of a million tokens are a hundredth of it
 
 
 class RanksLost(ConnectionError):  # noqa: N818 - named as what happened
     """The ranks of a tensor-parallel engine are out of step: one died, hangs, or failed alone."""
-
-
-class _Call(NamedTuple):
-    """A call that every rank makes. `_Call("abort", (3,))`"""
-
-    method: Literal["add", "abort", "step", "pause", "resume", "sleep", "wake", "update_weights"]
-    args: tuple[Any, ...] = ()
-
-
-class _Tensor(NamedTuple):
-    """A tensor of new weights, whose bytes follow. `_Tensor("model.norm.weight", (48,), bf16)`"""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _NoMore(NamedTuple):
-    """The end of new weights, with what went wrong if they are not all."""
-
-    error: str = ""
-
-
-class _Beat(NamedTuple):
-    """The leader lives."""
-
-
-class _Bye(NamedTuple):
-    """The leader needs its followers no more."""
 
 
 class LedEngine(LLMEngine):
@@ -97,56 +82,59 @@ class LedEngine(LLMEngine):
         sampled: Output | None = None,
     ) -> int:
         """As of `LLMEngine`, on all ranks."""
-        args = (list(ids), params, priority, sampled)
-        self._announce(_Call("add", args))
-        return super().add(*args)
+        self.validate(ids, params)  # what is refused here, the others are not even told
+        raw = encode(AddCall([int(token) for token in ids], params, priority, sampled))
+        call = decode(raw)  # so that this rank computes with the very numbers that the others read
+        assert isinstance(call, AddCall), "it is what was encoded"
+        self._announce(raw)
+        return super().add(*call)
 
     def abort(self, handle: int) -> Output | None:
         """As of `LLMEngine`, on all ranks. Works when ranks are lost, so that callers get what
         there is."""
         if self._lost is None and self.peek(handle) is not None:
             with suppress(RanksLost):  # told by the next call that needs the others
-                self._announce(_Call("abort", (handle,)))
+                self._announce(encode(AbortCall(handle)))
         return super().abort(handle)
 
     def step(self) -> list[tuple[int, Output]]:
         """As of `LLMEngine`, on all ranks."""
-        return self._together(_Call("step"), super().step)
+        return self._together("step", super().step)
 
     def pause(self) -> None:
-        self._together(_Call("pause"), super().pause)
+        self._together("pause", super().pause)
 
     def resume(self) -> None:
-        self._together(_Call("resume"), super().resume)
+        self._together("resume", super().resume)
 
     def sleep(self) -> None:
         """As of `LLMEngine`, on all ranks."""
-        self._together(_Call("sleep"), super().sleep)
+        self._together("sleep", super().sleep)
 
     def wake(self) -> None:
-        self._together(_Call("wake"), super().wake)
+        self._together("wake", super().wake)
 
     def update_weights(
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
         """As of `LLMEngine`, on all ranks: whole tensors in, each rank takes its part."""
-        self._announce(_Call("update_weights", (version,)))
+        self._announce(encode(WeightsCall(version)))
         super().update_weights(self._handed_on(state), version, is_finite=is_finite)
 
     def beat(self) -> dict[str, float]:
         """`metrics`, once the other ranks have heard that this one lives."""
-        self._announce(_Beat())
+        self._announce(encode(LeaderBeat()))
         return self.metrics()
 
     def dismiss(self) -> None:
         """Let the followers return. Nothing else can be called afterwards."""
-        self._announce(_Bye())
+        self._announce(encode(LeaderBye()))
         self._lost = RanksLost("the other ranks were dismissed")
 
     def _handed_on(self, state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in state:
-                self._announce(_Tensor(name, tuple(tensor.shape), tensor.dtype))
+                self._announce(encode(TensorComes(name, tuple(tensor.shape), tensor.dtype)))
                 with self._in_step("sending weights"):
                     sent = tensor.detach().to(self._mesh.device).contiguous()
                     self._mesh.broadcast("tp", sent.view(-1).view(torch.uint8))
@@ -154,20 +142,20 @@ class LedEngine(LLMEngine):
         except RanksLost:
             raise
         except Exception as error:
-            self._announce(_NoMore(f"{type(error).__name__}: {error}"))
+            self._announce(encode(NoMoreTensors(f"{type(error).__name__}: {error}")))
             raise
-        self._announce(_NoMore())
+        self._announce(encode(NoMoreTensors()))
 
-    def _together(self, call: _Call, do: Callable[[], Any]) -> Any:
-        self._announce(call)
-        with self._in_step(call.method):
+    def _together(self, method: PlainName, do: Callable[[], Any]) -> Any:
+        self._announce(encode(PlainCall(method)))
+        with self._in_step(method):
             return do()
 
-    def _announce(self, message: NamedTuple) -> None:
+    def _announce(self, raw: bytes) -> None:
         if self._lost is not None:
             raise self._lost
         with self._in_step("announcing"):
-            _say(self._mesh, message)
+            _say(self._mesh, raw)
 
     @contextmanager
     def _in_step(self, what: str) -> Iterator[None]:
@@ -185,61 +173,63 @@ def follow(engine: LLMEngine, mesh: Mesh) -> None:
     while True:
         try:
             message = _hear(mesh)
-            if isinstance(message, _Bye):
+            if isinstance(message, LeaderBye):
                 return
-            if isinstance(message, _Call):
-                _follow_call(engine, mesh, message)
-            else:
-                assert isinstance(message, _Beat), f"out of step: {message}"
+            _follow_one(engine, mesh, message)
         except Exception as error:
             raise RanksLost(
                 f"rank {mesh.rank('tp')} follows no more: {type(error).__name__}: {error}"
             ) from error
 
 
-def _follow_call(engine: LLMEngine, mesh: Mesh, call: _Call) -> None:
-    if call.method == "update_weights":
+def _follow_one(engine: LLMEngine, mesh: Mesh, message: LedMessage) -> None:
+    if isinstance(message, WeightsCall):
         with suppress(ValueError):  # the leader refuses them, too
-            engine.update_weights(_received(mesh), *call.args)
-    elif call.method == "add":
+            engine.update_weights(_received(mesh), message.version)
+    elif isinstance(message, AddCall):
         with suppress(ValueError):  # the same
-            engine.add(*call.args)
+            engine.add(*message)
+    elif isinstance(message, AbortCall):
+        engine.abort(message.handle)
+    elif isinstance(message, PlainCall):
+        getattr(engine, message.method)()
     else:
-        getattr(engine, call.method)(*call.args)
+        assert isinstance(message, LeaderBeat), f"out of step: {message}"
 
 
 def _received(mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     while True:
         message = _hear(mesh)
-        if isinstance(message, _NoMore):
+        if isinstance(message, NoMoreTensors):
             if message.error:
                 raise ValueError(f"rank 0 could not bring the weights: {message.error}")
             return
-        assert isinstance(message, _Tensor), f"out of step: {message}"
+        assert isinstance(message, TensorComes), f"out of step: {message}"
         tensor = torch.empty(message.shape, dtype=message.dtype, device=mesh.device)
         mesh.broadcast("tp", tensor.view(-1).view(torch.uint8))
         yield message.name, tensor
 
 
-def _say(mesh: Mesh, message: NamedTuple) -> None:
-    raw = pickle.dumps(message)
+def _say(mesh: Mesh, raw: bytes) -> None:
     page = len(raw).to_bytes(8, "little") + raw[: _PAGE - 8]
     mesh.broadcast("tp", _bytes(page.ljust(_PAGE, b"\0"), mesh))
     if len(raw) > _PAGE - 8:
         mesh.broadcast("tp", _bytes(raw[_PAGE - 8 :], mesh))
 
 
-def _hear(mesh: Mesh) -> Any:
+def _hear(mesh: Mesh) -> LedMessage:
     page = torch.empty(_PAGE, dtype=torch.uint8, device=mesh.device)
     mesh.broadcast("tp", page)
     first = page.cpu().numpy().tobytes()
     length = int.from_bytes(first[:8], "little")
+    if length > _MOST_BYTES:
+        raise ValueError(f"a message of {length} bytes: at most {_MOST_BYTES}")
     raw = first[8 : 8 + length]
     if length > len(raw):
         rest = torch.empty(length - len(raw), dtype=torch.uint8, device=mesh.device)
         mesh.broadcast("tp", rest)
         raw += rest.cpu().numpy().tobytes()
-    return pickle.loads(raw)
+    return decode(raw)
 
 
 def _bytes(raw: bytes, mesh: Mesh) -> Tensor:

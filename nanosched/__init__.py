@@ -17,7 +17,7 @@ from nanosched.errors import (
 )
 from nanosched.future import Future
 from nanosched.handle import ActorHandle
-from nanosched.node_address import node_address
+from nanosched.node_address import meeting_address, node_address
 from nanosched.queue import BoundedQueue
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
 from nanosched.shared_buffer import SharedBuffer
@@ -39,5 +39,6 @@ __all__ = [
     "TaskError",
     "WorkerDied",
     "WorkerGroup",
+    "meeting_address",
     "node_address",
 ]

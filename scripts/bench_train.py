@@ -227,18 +227,16 @@ class _Sleeper:
         self.busy_s += self.end - begin
 
 
-def _pipeline_rank(rank: int, port: int, unit_s: float, results: Any) -> None:
+def _pipeline_rank(rank: int, meeting: Any, unit_s: float, results: Any) -> None:
     import torch
-    from torch import distributed as dist
 
     from nanoengine.parallel.layout import Layout
-    from nanoengine.parallel.mesh import Mesh
     from nanoengine.parallel.pipeline import PipelineRunner
+    from nanoengine.parallel.rendezvous import join_mesh
     from nanoengine.parallel.schedules import make_schedule
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    mesh = Mesh(Layout(pp=RANKS), rank, store)
+    mesh = join_mesh(meeting, Layout(pp=RANKS), rank)
     for name, chunks in BUBBLES.items():
         parts = [
             _Sleeper(unit_s / chunks, c == chunks - 1 and rank == RANKS - 1) for c in range(chunks)
@@ -254,15 +252,14 @@ def _pipeline_rank(rank: int, port: int, unit_s: float, results: Any) -> None:
 
 
 def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
-    from torch import distributed as dist
-
+    from nanoengine.parallel.rendezvous import open_store
     from nanoengine.parallel.schedules import bubble_closed_form, make_schedule
 
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, meeting = open_store()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=_pipeline_rank, args=(rank, server.port, unit_s, results))
+        context.Process(target=_pipeline_rank, args=(rank, meeting, unit_s, results))
         for rank in range(RANKS)
     ]
     for process in processes:
@@ -270,6 +267,7 @@ def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
     told = [results.get(timeout=600) for _ in range(RANKS * len(BUBBLES))]
     for process in processes:
         process.join()
+    store.close()
     rows = []
     for name, chunks in BUBBLES.items():
         mine = sorted(entry[1:] for entry in told if entry[0] == name)

@@ -130,6 +130,29 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     "liger_kernel/transformers/functional.py": "of Liger-Kernel",
 }
 PRIVATE_IMPORTS: dict[str, str] = {}
+# What these functions are given they may run; so both ends are ours, and nobody else can write.
+UNPICKLERS = {
+    *(f"{module}.{name}" for module in ("pickle", "_pickle") for name in ("load", "loads")),
+    *(f"{module}.Unpickler" for module in ("pickle", "_pickle", "cloudpickle", "ray.cloudpickle")),
+    *("cloudpickle.load", "cloudpickle.loads", "ray.cloudpickle.load", "ray.cloudpickle.loads"),
+    *("dill.load", "dill.loads", "joblib.load", "pandas.read_pickle", "shelve.open"),
+    *("marshal.load", "marshal.loads", "multiprocessing.connection.Client"),
+    *("multiprocessing.connection.Listener", "torch.distributed.recv_object_list"),
+    *("torch.distributed.broadcast_object_list", "torch.distributed.all_gather_object"),
+    *("torch.distributed.gather_object", "torch.distributed.scatter_object_list"),
+}
+UNLESS = {  # safe where this keyword has this value
+    "torch.load": ("weights_only", True),
+    "numpy.load": ("allow_pickle", False),
+}
+UNLESS_GIVEN = {"numpy.load"}  # its default is the safe one
+UNPICKLES: dict[str, str] = {
+    "nanosched.local.channel": "a socket pair between the driver and a process that it forked",
+    "nanosched.local.payload": "arguments and results that came over such a socket pair",
+    "nanosched.ray_host": "this process's own memory: can what was raised be pickled? And tensors "
+    "of Ray, whose network is the trust domain, with weights_only",
+    "nanorl.hosting.pool": "an answer of a worker that the pool itself started, over its channel",
+}
 WITHOUT_A_CALLER: dict[str, str] = {
     "grouped_gemm": "fused_moe launches its Triton kernels in parts; the op is their definition",
     "paged_attention_decode": "paged_attention's own path for decodes, measured alone",
@@ -167,6 +190,55 @@ def without_a_user(house: House) -> Found:
 
 def private_imports(house: House) -> Found:
     return dict.fromkeys(house.private_imports(), "")
+
+
+def unpickles(house: House) -> Found:
+    """Modules of the packages, scripts and examples that call what may run the bytes it is given,
+    by whatever name they imported it."""
+    found: dict[str, str] = {}
+    for module in house.all_modules:
+        if "tests" in module.path.parts:
+            continue
+        names = _imported_names(module.tree)
+        for node in ast.walk(module.tree):
+            called = _dotted(node.func, names) if isinstance(node, ast.Call) else ""
+            named = _dotted(node, names) if isinstance(node, ast.Attribute | ast.Name) else ""
+            is_called = isinstance(node, ast.Call) and _is_unsafe(called, node.keywords)
+            if is_called or named in UNPICKLERS:
+                found[module.name] = f"{called or named} in line {node.lineno}"
+    return found
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """What a name of this module stands for: `import pickle as p` makes p pickle."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def _dotted(node: ast.expr, names: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value, names)}.{node.attr}"
+    return ""
+
+
+def _is_unsafe(called: str, keywords: list[ast.keyword]) -> bool:
+    if called not in UNLESS:
+        return called in UNPICKLERS
+    name, safe = UNLESS[called]
+    given = [one.value for one in keywords if one.arg == name]
+    if not given:
+        return called not in UNLESS_GIVEN
+    return not (isinstance(given[0], ast.Constant) and given[0].value is safe)
 
 
 def without_a_caller(house: House) -> Found:
@@ -229,6 +301,12 @@ def test_every_public_name_has_a_user_besides_the_tests() -> None:
 
 def test_what_is_private_stays_in_its_package() -> None:
     hold(private_imports(our_house()), PRIVATE_IMPORTS, "use a public name, or make this one so")
+
+
+def test_bytes_that_may_run_come_from_our_own_ends_alone() -> None:
+    """A pickle runs what it says. From a socket that others can reach it is their program."""
+    help = "send JSON or structs of known kinds, or say in UNPICKLES whose both ends are"
+    hold(unpickles(our_house()), UNPICKLES, help)
 
 
 def test_every_op_of_kernels_has_a_caller_in_an_engine() -> None:
@@ -387,6 +465,31 @@ def test_planted_uses_of_private_names_are_found(tmp_path: Path) -> None:
         "high.b -> low.a._f",
         "scripts.c -> low.a._f",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle\nx = pickle.loads(b'')",
+        "import pickle as p\nclass R(p.Unpickler): ...",
+        "from pickle import loads as read\nx = read(b'')",
+        "from pickle import loads\nx = map(loads, [])",
+        "import torch\nx = torch.load('f')",
+        "import torch\nx = torch.load('f', weights_only=False)",
+        "from ray import cloudpickle\nx = cloudpickle.loads(b'')",
+        "import marshal\nx = marshal.load(None)",
+        "import shelve\nx = shelve.open('f')",
+        "import numpy as np\nx = np.load('f', allow_pickle=True)",
+        "import torch.distributed as dist\ndist.broadcast_object_list([])",
+    ],
+)
+def test_planted_readers_of_pickles_are_found(tmp_path: Path, text: str) -> None:
+    safe = "import pickle, torch, numpy as np\npickle.dumps(1)\nnp.load('f')\n"
+    safe += "torch.load('f', weights_only=True)"
+    house = planted(tmp_path, **{"low__a": text, "low__b": safe})
+    assert list(unpickles(house)) == ["low.a"]
+    with pytest.raises(AssertionError, match=r"low\.a"):
+        hold(unpickles(house), {}, "send JSON")
 
 
 def test_planted_ops_without_a_caller_are_found(tmp_path: Path) -> None:

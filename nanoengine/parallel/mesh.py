@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoengine.parallel.layout import AXES, WORLD, Layout
+from nanoengine.parallel.peer_proof import prove_peers
 
 Axis = str | tuple[str, ...]
 ReduceOp = Literal["sum", "max", "min"]
@@ -91,8 +92,8 @@ class Mesh:
         host: str | None = None,
     ) -> None:
         """`store` introduces the processes to each other (any torch store; a single process needs
-        none). Meshes that share a store need different names. On a CPU the groups listen at
-        `host`, an address of this machine; None: where its name points to."""
+        none); who can read it can join. Meshes that share a store need different names. On a CPU
+        the groups listen at `host`, an address of this machine; None: where its name points to."""
         if not 0 <= rank < layout.world:
             raise ValueError(f"rank={rank}: must be in 0..{layout.world - 1} for {layout}")
         if store is None and layout.world > 1:
@@ -110,7 +111,8 @@ class Mesh:
     @classmethod
     def from_torchrun(cls, layout: Layout, *, device: torch.device | str = "cpu") -> Mesh:
         """The mesh of a process started by `torchrun`, which hands its place in variables of the
-        environment."""
+        environment. The store is torchrun's and asks nobody for a secret: whoever can connect to it
+        can join, so only processes that you trust should be able to."""
         try:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -183,7 +185,7 @@ class Mesh:
         else:
             gloo._devices = [backend.create_device(hostname=self._host)]
         group = backend(store, rank, size, gloo)
-        group.barrier().wait()  # nobody leaves before all have connected
+        prove_peers(group, store, rank, size, self._timeout)  # nobody leaves before all are there
         return group
 
     def close(self) -> None:

@@ -9,51 +9,38 @@ machine never meet. The store lives in rank 0's process and ends with it, as the
 and groups listen only at the address of the meeting: on one machine the loopback's, which no other
 machine can reach.
 
+Every user of the machine can reach that, so a meeting has a secret, which proves who belongs to
+it: to the store (meeting_store.py) and to every other rank of a gloo group (peer_proof.py). It is
+drawn here, and is as safe as the way by which the meeting is told.
+
 Left out: carrying the meeting from rank 0 to the others (whoever starts the processes does), and
-NCCL's own sockets, which NCCL_SOCKET_IFNAME chooses.
+NCCL's own sockets, which NCCL_SOCKET_IFNAME chooses and which open to who knows the random number
+in the group's id; the ranks have that from the store.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.meeting_server import MeetingServer
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
+from nanoengine.parallel.meeting_wire import SECRET_BYTES
 from nanoengine.parallel.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024
 
 
-class MeetingPoint(NamedTuple):
-    """Where the store of a mesh listens: small and picklable, to be handed to the other ranks."""
-
-    host: str
-    port: int
-
-
-def open_store(host: str = LOOPBACK) -> tuple[dist.Store, MeetingPoint]:
+def open_store(host: str = LOOPBACK, timeout_s: float = 600.0) -> tuple[MeetingStore, MeetingPoint]:
     """Open a store at `host`, an address of this machine that the other ranks can reach; keep it
     as long as the mesh. `ValueError` where `host` is not this machine's."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-    except OSError as error:
-        listener.close()
-        raise ValueError(
-            f"host={host!r}: not an IPv4 address of this machine ({error.strerror}); give the one "
-            f"that the other ranks reach it by, or leave it out where all are on this machine"
-        ) from error
-    listener.listen(_BACKLOG)
-    port = listener.getsockname()[1]
-    # Bound here because a TCPStore that binds by itself listens on every address of the machine.
-    store = dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, MeetingPoint(host, port)
+    secret = secrets.token_bytes(SECRET_BYTES)
+    server = MeetingServer(host, secret)
+    meeting = MeetingPoint(host, server.port, secret)
+    return MeetingStore(meeting, timeout_s=timeout_s, server=server), meeting
 
 
 def join_mesh(
@@ -61,16 +48,16 @@ def join_mesh(
     layout: Layout,
     rank: int,
     *,
-    store: dist.Store | None = None,
+    store: MeetingStore | None = None,
     device: torch.device | str = "cpu",
     name: str = "mesh",
     timeout_s: float = 600.0,
 ) -> Mesh:
     """This process's place in the mesh that meets there. Rank 0 passes the `store` it opened;
     meshes that share a store need different names. Raises torch's DistNetworkError where nobody
-    listens."""
+    listens, or somebody who does not know the meeting's secret, once a group is made."""
     if store is None:
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+        store = MeetingStore(meeting, timeout_s=timeout_s)
     return Mesh(
         layout,
         rank,

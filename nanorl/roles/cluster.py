@@ -68,7 +68,14 @@ from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
+from nanosched import (
+    ActorHandle,
+    Scheduler,
+    WorkerDied,
+    WorkerGroup,
+    meeting_address,
+    node_address,
+)
 
 A = TypeVar("A")
 MOST_PUBLICATIONS = 3
@@ -406,8 +413,13 @@ class Cluster:
             num_senders=self.layout.world,
             is_delta=self.config.cluster.delta,
             timeout_s=self.config.cluster.hang_s,
-            meeting_place=(node_address(), self.parts.device.type),
+            meeting_place=(self._lasting_address, self.parts.device.type),
         )
+
+    @property
+    def _lasting_address(self) -> str:
+        """Where machines that join the cluster later find the driver; nobody joins our own."""
+        return node_address() if self.config.cluster.address else meeting_address()
 
     async def publish(self, version: int) -> float:
         """Bring the trainer's weights to all replicas; one that does not take them is replaced by
@@ -552,12 +564,9 @@ class Cluster:
         tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
             return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
-        store, meeting = open_store(node_address())
+        store, meeting = open_store(meeting_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
-        seats = [
-            Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
-            for rank in range(tp)
-        ]
+        seats = [Seat(rank=rank, tp=tp, meeting=meeting, name=epoch) for rank in range(tp)]
         group = self._scheduler.group(
             Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
         )

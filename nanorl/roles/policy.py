@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from nanoengine.build import build_engine
@@ -34,14 +33,15 @@ from nanoengine.model.device import resolve_device
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.layout import Layout
-from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
+from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.ranks import results, start_ranks
 from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
 from nanorl.weights.offer import Offer, WeightSender
-from nanosched import Future, WorkerDied, WorkerGroup, node_address
+from nanosched import Future, WorkerDied, WorkerGroup, meeting_address
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -70,14 +70,14 @@ class PolicyRank:
         self.recipe, self.rank = recipe, rank
         self.device = resolve_device(recipe.device)
         self._work = WorkThread("policy", self.device, recipe.threads)
-        self._store: dist.Store | None = None
+        self._store: MeetingStore | None = None
         self._engine: Engine | None = None
         self._sender: WeightSender | None = None
         self._version = -1  # that was handed over last
 
     async def open_store(self) -> MeetingPoint:
         """For rank 0: where the others find it, on this machine or another one of the cluster."""
-        self._store, meeting = open_store(node_address())
+        self._store, meeting = open_store(meeting_address())
         return meeting
 
     async def build(self, meeting: MeetingPoint | None) -> None:

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from nanoengine.parallel.rendezvous import MeetingPoint
+from nanoengine.parallel.meeting_store import MeetingPoint
 from nanosched import Future, TaskError, WorkerDied, WorkerGroup
 
 R = TypeVar("R")

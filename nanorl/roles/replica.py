@@ -30,8 +30,9 @@ from nanoengine.model.device import enter_process, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoengine.parallel.mesh import Mesh
-from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh
+from nanoengine.parallel.rendezvous import join_mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
@@ -80,14 +81,13 @@ class ReplicaRecipe:
 class Seat:
     """One rank of a replica that is split over `tp` of them, and where they meet.
 
-    `Seat(rank=1, tp=2, host=meeting.host, port=meeting.port, name="r0")`, where
-    `store, meeting = open_store()` (nanoengine.parallel.rendezvous) lives with the driver. Groups
-    that share a store need different names, a restarted one too."""
+    `Seat(rank=1, tp=2, meeting=meeting, name="r0")`, where `store, meeting = open_store()`
+    (nanoengine.parallel.rendezvous) lives with the driver. Groups that share a store need different
+    names, a restarted one too."""
 
     rank: int
     tp: int
-    host: str
-    port: int
+    meeting: MeetingPoint
     name: str
     timeout_s: float = 120.0
     """A rank that says nothing for this long is lost; heartbeats come more often."""
@@ -95,7 +95,7 @@ class Seat:
     def mesh(self, device: torch.device) -> Mesh:
         """Connect with the others; all ranks do it at a time."""
         return join_mesh(
-            MeetingPoint(self.host, self.port),
+            self.meeting,
             Layout(tp=self.tp),
             self.rank,
             device=device,

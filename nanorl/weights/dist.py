@@ -9,9 +9,10 @@ nanoengine's resharding plan, made once an epoch. Replicas receive into memory o
 from version to version, compare checksums piece by piece, and then load.
 
 Both sides run at once, so a publication differs from the other transports': the driver announces
-the epoch in a store, the senders read it there, and the replicas find it in the offer. A peer that
-dies is an error for all who still wait for it, within the time limit; the transport then opens
-another epoch.
+the epoch in a store, the senders read it there, and the replicas find it in the offer. The store is
+a meeting's (nanoengine.parallel.rendezvous): only who has its secret, which travels with senders
+and receivers, reads it, writes to it or takes a place in a group. A peer that dies is an error for
+all who still wait for it, within the time limit; the transport then opens another epoch.
 
 Left out: forwarding between replicas (each is served by the owners), and changes alone.
 """
@@ -23,17 +24,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kernels.checksum import checksum
 from nanoengine.engine import Engine
 from nanoengine.parallel.layout import WORLD, Layout
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
-from nanoengine.parallel.rendezvous import MeetingPoint, address_towards
+from nanoengine.parallel.rendezvous import address_towards
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece
 from nanorl.weights.offer import Named, Offer, WeightsRefused
@@ -43,11 +43,10 @@ _ANNOUNCEMENT = "announcement"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where processes meet: the address of the driver's store, how many learner ranks there are,
-    how long anybody waits, and "cpu" (gloo) or "cuda" (NCCL, each process's current device)."""
+    """Where processes meet: at the driver's store. How many learner ranks there are, how long
+    anybody waits, and "cpu" (gloo) or "cuda" (NCCL, each process's current device)."""
 
-    host: str
-    port: int
+    point: MeetingPoint
     num_senders: int
     timeout_s: float
     device: str = "cpu"
@@ -61,7 +60,7 @@ class DistOffer(Offer):
     receivers: tuple[str, ...]  # their keys, in the order of their ranks
 
 
-def announce(store: dist.Store, offer: DistOffer) -> None:
+def announce(store: MeetingStore, offer: DistOffer) -> None:
     """Tell the senders which epoch is next."""
     fields = [offer.version, offer.epoch, offer.receivers]
     store.set(_ANNOUNCEMENT, json.dumps(fields))
@@ -122,7 +121,7 @@ class _Link:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
         self._meeting = meeting
-        self._store: dist.Store | None = None
+        self._store: MeetingStore | None = None
         self._epoch = -1
         self._mesh: Mesh | None = None
         self._resharder = Resharder()
@@ -160,12 +159,10 @@ class _Link:
                 f"({error}); the version before stays"
             ) from error
 
-    def _open_store(self) -> dist.Store:
+    def _open_store(self) -> MeetingStore:
         if self._store is None:
-            where, limit = self._meeting, timedelta(seconds=self._meeting.timeout_s)
-            self._store = dist.TCPStore(
-                where.host, where.port, is_master=False, wait_for_workers=False, timeout=limit
-            )
+            where = self._meeting
+            self._store = MeetingStore(where.point, timeout_s=where.timeout_s)
         return self._store
 
     def _connect(self, offer: DistOffer) -> Mesh:
@@ -181,7 +178,7 @@ class _Link:
                 device=device,
                 name=f"weights/{offer.epoch}",
                 timeout_s=self._meeting.timeout_s,
-                host=address_towards(MeetingPoint(self._meeting.host, self._meeting.port)),
+                host=address_towards(self._meeting.point),
             )
             self._epoch, self._held = offer.epoch, None
             self._resharder = Resharder(self._mesh)

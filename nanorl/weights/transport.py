@@ -24,22 +24,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
+from nanoengine.parallel.rendezvous import open_store
 from nanorl.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nanorl.weights.disk import DiskReceiver, DiskSender
 from nanorl.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce
@@ -312,19 +310,9 @@ class DistTransport(Transport):
 
     def __init__(self, timeout_s: float, num_senders: int, host: str, device: str) -> None:
         super().__init__(timeout_s)
-        # Bound here and handed over: by itself the store would listen on every interface.
-        self._socket = socket.create_server((host, 0))
-        port = self._socket.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=self._socket.detach(),
-        )
+        self._store, point = open_store(host, timeout_s)
         # Peers give up before we do: by then all who met know that it failed.
-        self._meeting = Meeting(host, port, num_senders, timeout_s / 2, device)
+        self._meeting = Meeting(point, num_senders, timeout_s / 2, device)
         self._epoch, self._members = 0, tuple[str, ...]()
 
     def _make_sender(self, key: str, rank: int) -> WeightSender:
@@ -364,6 +352,9 @@ class DistTransport(Transport):
     def remove(self, name: str) -> None:
         super().remove(name)
         self._members = ()
+
+    def close(self) -> None:
+        self._store.close()
 
     def renew_senders(self) -> None:
         self._members = ()

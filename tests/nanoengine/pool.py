@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.rendezvous import open_store
 
 PRELOAD = ["pytest", "torch", "torch._dynamo", "nanoengine.engine", "nanoengine.parallel.mesh"]
 
@@ -54,7 +56,7 @@ class WorkerPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
-        self._server: dist.TCPStore | None = None
+        self._server: MeetingStore | None = None
         self._num_runs = 0
 
     def run(
@@ -101,10 +103,10 @@ class WorkerPool:
 
     def _grow(self, world: int) -> None:
         if self._server is None:
-            self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._server, self._point = open_store()
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
-            arguments = (len(self._workers), self._server.port, theirs)
+            arguments = (len(self._workers), self._point, theirs)
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -115,9 +117,9 @@ class WorkerPool:
         raise RankFailed(message)
 
 
-def _serve(rank: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, point: MeetingPoint, connection: Connection) -> None:
     torch.set_num_threads(1)
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    server = MeetingStore(point)
     while True:
         try:
             name, world, function, args = pickle.loads(connection.recv_bytes())

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pool import Rank
 from tiny_text import make_model
 from torch import Tensor
 
 from nanoengine.model.hf import export_state
+from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
@@ -44,13 +46,13 @@ class SeedReceiver:
                 yield name, tensor
 
 
-def split(rank: Rank, folder: Path, port: int) -> list[Output]:
+def split(rank: Rank, folder: Path, meeting: MeetingPoint) -> list[Output]:
     """Rank 0 answers, takes new weights and answers again; the other follows."""
-    recipe = ReplicaRecipe(folder=folder, device="cpu", infer=InferConfig(num_blocks=64))
-    seat = Seat(rank=rank.rank, tp=2, host="127.0.0.1", port=port, name="r0")
-    replica = Replica(recipe, seat=seat)
+    return (lead if rank.rank == 0 else follow)(folder, meeting)
 
-    async def lead() -> list[Output]:
+
+def lead(folder: Path, meeting: MeetingPoint) -> list[Output]:
+    async def run(replica: Replica) -> list[Output]:
         before = [replica.generate([5, i], PARAMS) for i in range(4)]
         outputs = await asyncio.gather(*before)
         assert (await replica.heartbeat())["num_finished"] == 4
@@ -59,10 +61,20 @@ def split(rank: Rank, folder: Path, port: int) -> list[Output]:
         await replica.close()
         return outputs
 
-    async def follow() -> list[Output]:
+    return asyncio.run(run(_replica(0, folder, meeting)))
+
+
+def follow(folder: Path, meeting: MeetingPoint) -> list[Output]:
+    async def run(replica: Replica) -> list[Output]:
         await replica.follow()
         assert replica.metrics()["version"] == 3
         await replica.close()
         return []
 
-    return asyncio.run(lead() if rank.rank == 0 else follow())
+    return asyncio.run(run(_replica(1, folder, meeting)))
+
+
+def _replica(rank: int, folder: Path, meeting: MeetingPoint) -> Replica:
+    torch.set_num_threads(1)
+    recipe = ReplicaRecipe(folder=folder, device="cpu", infer=InferConfig(num_blocks=64))
+    return Replica(recipe, seat=Seat(rank=rank, tp=2, meeting=meeting, name="r0"))

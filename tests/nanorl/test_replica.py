@@ -12,8 +12,8 @@ import torch
 from pool import WorkerPool
 from split_replica_cases import SeedOffer, SeedReceiver
 from tiny_text import make_text_engine, save_folder
-from torch.distributed import TCPStore
 
+from nanoengine.parallel.rendezvous import open_store
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
@@ -151,8 +151,9 @@ def test_a_replica_is_made_of_one_thing() -> None:
 
 def test_a_replica_of_two_ranks_says_what_one_says(pool: WorkerPool, tmp_path: Path) -> None:
     save_folder(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outputs, nothing = pool.run(2, cases.split, tmp_path, store.port)
+    store, meeting = open_store()
+    outputs, nothing = pool.run(2, cases.split, tmp_path, meeting)
+    store.close()
     prompts = [*([5, i] for i in range(4)), [5, 0]]
     for ids, output, seed in zip(prompts, outputs, (0, 0, 0, 0, 1), strict=True):
         expected = alone(ids, cases.PARAMS, seed)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from replica_actors import Asker, MortalReplica
 from tiny_text import make_text_engine, save_folder
-from torch.distributed import TCPStore
 
+from nanoengine.parallel.rendezvous import open_store
 from nanoinfer.config import InferConfig
 from nanoinfer.params import SamplingParams
 from nanorl.roles.replica import ReplicaRecipe, Seat
@@ -112,13 +112,10 @@ def test_a_split_replica_that_loses_a_rank_is_lost_as_one(tmp_path: Path) -> Non
     expected = make_text_engine(num_blocks=300).generate(prompts, params)
 
     async def scenario() -> None:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store, meeting = open_store()
         async with cluster() as sched:
             recipe = ReplicaRecipe(folder=tmp_path, device="cpu", infer=CONFIG)
-            seats = [
-                Seat(rank=rank, tp=2, host="127.0.0.1", port=store.port, name="r0")
-                for rank in range(2)
-            ]
+            seats = [Seat(rank=rank, tp=2, meeting=meeting, name="r0") for rank in range(2)]
             group = sched.group(MortalReplica, [((recipe,), {"seat": seat}) for seat in seats])
             leader, follower = group.handles
             pid = await follower.call(MortalReplica.pid)
@@ -135,5 +132,6 @@ def test_a_split_replica_that_loses_a_rank_is_lost_as_one(tmp_path: Path) -> Non
             counters = await asker.call(Asker.counters)
             assert counters["num_lost"] == 6 and no_load(counters), counters
             assert following.error() is not None
+        store.close()
 
     asyncio.run(scenario())

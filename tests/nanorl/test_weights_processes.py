@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from parallel_cases import Case
 from pipeline_engine_cases import config_of
 from weight_cases import Policy, Remote, Replica, weights_of
 
 from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.meeting_store import MeetingPoint
+from nanoengine.parallel.rendezvous import open_store
 from nanorl.weights.offer import Offer, ReadersBusy, WeightsRefused
 from nanorl.weights.transport import Transport, open_transport, weight_bytes
 
@@ -36,7 +37,7 @@ ALONE = LAYOUTS["single"]
 class Crew:
     """Two learner ranks and two replicas, used by one test after the other."""
 
-    port: int
+    meeting: MeetingPoint
     policies: list[Remote]
     replicas: dict[str, Remote]
     num_built: int = 0
@@ -90,12 +91,13 @@ async def holds(remote: Remote, case: Case, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    policies = [Remote(Policy, rank, server.port) for rank in range(2)]
+    store, meeting = open_store()
+    policies = [Remote(Policy, rank, meeting) for rank in range(2)]
     replicas = {f"replica-{i}": Remote(Replica) for i in range(2)}
-    yield Crew(server.port, policies, replicas)
+    yield Crew(meeting, policies, replicas)
     for remote in (*policies, *replicas.values()):
         remote.kill()
+    store.close()
 
 
 def opened(kind: Any, case: Case, folder: Path, **options: Any) -> Transport:
@@ -172,7 +174,7 @@ def test_a_sender_killed_halfway_leaves_the_old_version_serving(crew: Crew, tmp_
     async def run() -> None:
         transport = opened("shm", ALONE, tmp_path)
         await crew.build(ALONE)
-        victim = Remote(Policy, 0, crew.port)
+        victim = Remote(Policy, 0, crew.meeting)
         crew.policies.insert(0, victim)
         try:
             await victim.call("build", ALONE, "victim")

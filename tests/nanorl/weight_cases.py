@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from parallel_cases import Case
 from pipeline_engine_cases import Run, make_engine, whole_model
 from pool import PRELOAD
@@ -26,6 +25,7 @@ from torch import Tensor
 from kernels.checksum import checksum, copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.model.hf import export_state
+from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
@@ -47,9 +47,9 @@ def weights_of(case: Case, seed: int) -> dict[str, Tensor]:
 class Policy:
     """One learner rank."""
 
-    def __init__(self, rank: int, port: int) -> None:
+    def __init__(self, rank: int, point: MeetingPoint) -> None:
         self._rank = rank
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._store = MeetingStore(point)
         self._senders: dict[str, WeightSender] = {}
         self._engine: Engine | None = None
 
