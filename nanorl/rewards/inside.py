@@ -147,9 +147,8 @@ class Grader:
             return decode(content)
         raised = getattr(builtins, str(content), None)
         # In a test's `for got in map(f, ...)` an end would end the test, in silence.
-        ends = (StopIteration, StopAsyncIteration)
-        is_error = isinstance(raised, type) and issubclass(raised, Exception)
-        if isinstance(raised, type) and is_error and not issubclass(raised, ends):
+        is_end = raised in (StopIteration, StopAsyncIteration)
+        if isinstance(raised, type) and issubclass(raised, Exception) and not is_end:
             raise raised("raised by the code under test")
         raise RuntimeError("raised by the code under test")
 

@@ -122,18 +122,15 @@ def f(x): return Posing()
 """
 # Takes over its own end of the talk, and says that what it returned is an object of a class.
 _LIES = """
-def f(x):
-    frame = sys._getframe()
-    while type(frame.f_locals.get("self")).__name__ != "Program":
-        frame = frame.f_back
-        if frame is None: return Made()
-    program = frame.f_locals["self"]
-    honest = program._said
-    def said(value, is_kept):
-        if type(value) is not Made: return honest(value, is_kept)
-        return ["object", program._number(value), "Made"]
-    program._said = said
-    return Made()
+frame = sys._getframe()
+while frame and type(frame.f_locals.get("self")).__name__ != "Program":
+    frame = frame.f_back
+program = frame.f_locals["self"]
+honest = program._said
+def said(value, is_kept):
+    if type(value) is not Made: return honest(value, is_kept)
+    return ["object", program._number(value), "Made"]
+program._said = said
 """
 FORGED = {
     "says yes to everything": _made("object", ""),
