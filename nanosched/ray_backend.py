@@ -222,6 +222,8 @@ class RayCaller:
 class RayBackend(RayCaller):
     """Does what `Scheduler` asks of a back end, by Ray."""
 
+    num_server_deaths: int = 0  # of Ray's own processes Ray takes care, or says that it cannot
+
     def __init__(self, resources: Resources | None = None, address: str | None = None) -> None:
         super().__init__()
         if address is not None and resources is not None:
