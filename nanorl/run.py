@@ -273,7 +273,7 @@ class Run:
     @property
     def is_changed(self) -> bool:
         """Whether this process goes on with other options than the one before."""
-        events = self.history.read()
+        events = self.history.chosen()
         return bool(events) and any(computes(name) for name in events[-1]["changes"])
 
     @property

@@ -52,7 +52,7 @@ from nanorl.roles.policy import (
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
 from nanorl.roles.role import (
-    MOST_FAILURES,
+    Attempts,
     Pulse,
     Role,
     RoleLost,
@@ -326,14 +326,15 @@ class Cluster:
             await self._start_trainer_again_and_again()
 
     async def _start_trainer_again_and_again(self) -> None:
-        for attempt in range(MOST_FAILURES):
+        attempts = Attempts(self._scheduler)
+        while True:
             try:
                 await self._start_trainer_once()
                 return
             except TrainerLost as lost:
-                if attempt == MOST_FAILURES - 1:
+                if not attempts.fail():
                     raise RoleLost(
-                        f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
+                        f"{lost}, {attempts} while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
                 self._trainer_restarts += 1
