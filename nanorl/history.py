@@ -4,7 +4,7 @@
      "changes": {"rl.lr": [2e-05, 1e-05]}, "origin": "", "command": "nanorl train --resume ...",
      "reason": ""}
 
-A run that failed and began again by itself (restarts.py) has the event "restarted", with the reason.
+A run that failed and began again by itself (restarts.py) has an event "restarted" with the reason.
 `step` counts the RL steps done by then: the changes hold from the next one on. A line torn by
 `kill -9` is dropped by the reader. Left out: what the steps gave (metrics.jsonl).
 """

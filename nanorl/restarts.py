@@ -93,6 +93,13 @@ def _checkpointed(run: Run) -> Cursor:
     return Cursor.from_json(read_cursor(newest), rl_steps=steps)
 
 
+def _told(error: Exception) -> RoleLost:
+    """What somebody who reads it can do."""
+    return RoleLost(
+        f"{type(error).__name__}: {error}. Look at the messages above, then go on with --resume"
+    )
+
+
 def run_until_done(
     parts: Parts, first: Callable[[], Roles], title: str, run_to_end: RunToEnd
 ) -> Run:
@@ -109,7 +116,9 @@ def run_until_done(
                 return run
             except FAULTS as error:
                 if not restarts.allow(error, run):
-                    raise
+                    if isinstance(error, RoleLost):
+                        raise
+                    raise _told(error) from error
                 reason = f"{type(error).__name__}: {error}"
             finally:
                 roles.close()

@@ -15,12 +15,14 @@ Next: ray_host.py, which runs in the actors' processes.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
 import weakref
@@ -39,20 +41,22 @@ except ModuleNotFoundError as error:
     raise ValueError(
         f"the back end 'ray' needs Ray; run: {sys.executable} -m pip install ray"
     ) from error
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nanosched.errors import GetTimeout, SchedulerError, WorkerDied
+from nanosched.errors import GetTimeout, SchedulerError, SchedulerLost, WorkerDied
 from nanosched.future import Future
 from nanosched.handle import ActorHandle
+from nanosched.ray_guard import RayGuard
 from nanosched.ray_host import AsyncHost, Input, Place, SyncHost, error_of, share_tensors
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 # How often a wait for results looks after futures that only callbacks wait for, such as deaths.
 LOOK_S = 0.1
+SHUTDOWN_S = 5.0  # for Ray to let go of a cluster that is gone
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection; Ray itself asks for minutes
 
 
@@ -162,11 +166,15 @@ class RayCaller:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: weakref.WeakSet[RayFuture] = weakref.WeakSet()
         self._is_closed = False
+        self._lost: SchedulerLost | None = None
 
     def submit(
         self, actor: RayActor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         future = RayFuture(self, f"{actor.label}.{method}", None, actor)
+        if self._lost is not None:
+            future.settle(error=self._lost)
+            return future
         # Ray kills in its own time: one that we ended could still answer
         if self._is_closed or actor.handle is None or actor.ended is not None:
             reason = actor.ended or "ended with its last handle"
@@ -213,6 +221,10 @@ class RayCaller:
                 loop.call_soon_threadsafe(self._empty_inbox)
 
     def _empty_inbox(self) -> None:
+        if self._lost is not None:
+            self._inbox.clear()
+            for future in list(self._pending):
+                future.settle(error=self._lost)
         while self._inbox:
             future, ref, answer = self._inbox.popleft()
             if not future._is_done and future.ref is ref:
@@ -243,10 +255,24 @@ class RayBackend(RayCaller):
             _start_ray(resources or Resources.of_machine(), self._folder)
         self._actors: weakref.WeakSet[RayActor] = weakref.WeakSet()
         self._groups: dict[PlacementGroup, Any] = {}
+        self._guard = RayGuard(self._lose)
+
+    def _lose(self, name: str) -> None:
+        """In the guard's thread: Ray itself has ended."""
+        self._lost = SchedulerLost(
+            f"Ray's {name} has ended, and without it no process can be started or told anything; "
+            "see to it that Ray runs (memory?), then go on with --resume"
+        )
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # a closed loop: the next wait finds it
+                loop.call_soon_threadsafe(self._empty_inbox)
 
     def create(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], options: ActorOptions
     ) -> RayActor:
+        if self._lost is not None:
+            raise self._lost
         self._check(options)
         share_tensors()
         is_async = any(asyncio.iscoroutinefunction(getattr(cls, name, None)) for name in dir(cls))
@@ -338,7 +364,7 @@ class RayBackend(RayCaller):
     def _end(self, actor: RayActor, reason: str) -> None:
         if actor.ended is None:
             actor.ended = reason
-        if actor.handle is not None:
+        if actor.handle is not None and self._lost is None:
             ray.kill(actor.handle, no_restart=True)
 
     def death(self, actor: RayActor) -> Future[str]:
@@ -390,6 +416,11 @@ class RayBackend(RayCaller):
 
     def close(self) -> None:
         self._is_closed = True
+        self._guard.close()
+        if self._lost is not None:
+            self._empty_inbox()
+            self._abandon()
+            return
         for actor in list(self._actors):
             self._end(actor, "ended with its scheduler")
         for group in list(self._groups):
@@ -406,6 +437,18 @@ class RayBackend(RayCaller):
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray's last processes still log there
+
+    def _abandon(self) -> None:
+        """Leave a Ray that is gone. It would wait for its head, also when the process ends."""
+        atexit.unregister(worker.shutdown)
+        node = worker.global_worker.node
+        if self._folder is not None and node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._has_connected:
+            leaving = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
+            leaving.start()
+            leaving.join(SHUTDOWN_S)
 
 
 def _start_ray(resources: Resources, folder: Path) -> None:

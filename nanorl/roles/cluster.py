@@ -68,7 +68,14 @@ from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
+from nanosched import (
+    ActorHandle,
+    Scheduler,
+    SchedulerLost,
+    WorkerDied,
+    WorkerGroup,
+    node_address,
+)
 
 A = TypeVar("A")
 MOST_PUBLICATIONS = 3
@@ -134,7 +141,7 @@ class Cluster:
         self._reference: Role[ReferenceRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
         self._critic: ActorHandle[CriticRole] | None = None
-        self._critic_watch: asyncio.Task[str] | None = None
+        self._critic_watch: asyncio.Task[None] | None = None
         self._critic_answer: Mapping[str, Any] = {}
         self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
@@ -382,9 +389,8 @@ class Cluster:
             self.say(f"trainer-{rank}: {await until_dead(self._scheduler, handle, pulse)}")
             group.kill()
 
-        async with asyncio.TaskGroup() as ranks:
-            for rank, handle in enumerate(group.handles):
-                ranks.create_task(watch(rank, handle))
+        with suppress(SchedulerLost):  # whoever waits for the trainer hears it
+            await asyncio.gather(*(watch(*one) for one in enumerate(group.handles)))
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -696,8 +702,12 @@ class Cluster:
         self._critic, self._critic_answer = handle, {}
         self._num_critics += 1
         pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
-        self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
+        self._critic_watch = asyncio.create_task(self._watch_critic(handle, pulse))
         return RemoteCritic(handle, loop)
+
+    async def _watch_critic(self, critic: ActorHandle[CriticRole], pulse: Pulse) -> None:
+        with suppress(SchedulerLost):  # whoever asks the critic hears it
+            await until_dead(self._scheduler, critic, pulse)
 
     def _hear_critic(self, answer: Mapping[str, Any]) -> None:
         self._critic_answer = answer

@@ -181,6 +181,7 @@ def test_the_death_of_the_fork_server_ends_its_actors_and_not_the_scheduler(
     assert not is_running(pid)
     assert sched.get(sched.actor(Worker).remote().add.remote(), timeout_s=LIMIT_S) == 1
 
+
 def asked_again(sched: Scheduler, call: Callable[[], Future[int]]) -> int:
     """Its result; one that the actor's death cuts off is made again."""
     for _ in range(20):
