@@ -1,4 +1,4 @@
-"""Watches Ray's own processes: without them nothing of ours can start, which Ray says late or never.
+"""Watches Ray's own processes: without them nothing of ours can start, and Ray says so late.
 
 Ray ends a driver whose head (`gcs_server`) is gone after a minute, with a line of its own, and goes
 on without a raylet until something has to be started. So a thread waits here for the end of those

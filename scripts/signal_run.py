@@ -51,7 +51,7 @@ from fault_run import (
     weights_digest,
 )
 
-STEPS = 10
+STEPS = 16
 HOSTED = "hosted_guess.py"
 """An environment of a user's file, in processes of its own."""
 HOSTED_TEXT = '''"""A number is to be said; longer answers pay a little."""
