@@ -116,6 +116,7 @@ class Run:
         self.journal: Journal | None = None
         self.saved_queue: QueueCursor | None = None  # of the checkpoint that is being written
         self.has_model = False  # the trained model is in its folder: nothing is left to do
+        self.has_started = False  # its roles are there: without them nothing can be saved
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -136,6 +137,7 @@ class Run:
             try:
                 async with self.monitor, self.trackers, self.spans:
                     await self.roles.start()
+                    self.has_started = True
                     await self._require_own_store()
                     await self._note_manifest()
                     while not self.has_model:
@@ -308,7 +310,7 @@ class Run:
 
     async def _save_and_stop(self) -> None:
         """On the way out: without a trainer the newest checkpoint is what there is."""
-        if self.has_to_restore:
+        if self.has_to_restore or not self.has_started:
             return
         try:
             if self.cursor.place == self.saved_place:

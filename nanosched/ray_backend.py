@@ -18,11 +18,11 @@ import asyncio
 import atexit
 import itertools
 import logging
+import os
 import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
 import weakref
@@ -56,7 +56,6 @@ from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 # How often a wait for results looks after futures that only callbacks wait for, such as deaths.
 LOOK_S = 0.1
-SHUTDOWN_S = 5.0  # for Ray to let go of a cluster that is gone
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection; Ray itself asks for minutes
 
 
@@ -439,16 +438,20 @@ class RayBackend(RayCaller):
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray's last processes still log there
 
     def _abandon(self) -> None:
-        """Leave a Ray that is gone. It would wait for its head, also when the process ends."""
+        """Leave a Ray that is gone only at the end of this process, when somebody has said why: its
+        shutdown may end the process. What it had started on this machine ends with it."""
         atexit.unregister(worker.shutdown)
-        node = worker.global_worker.node
-        if self._folder is not None and node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        atexit.register(_leave)
+        if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self._has_connected:
-            leaving = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
-            leaving.start()
-            leaving.join(SHUTDOWN_S)
+
+
+def _leave() -> None:
+    """This process ends here: Ray's threads crash while a process takes its memory down, or wait a
+    minute for what is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _start_ray(resources: Resources, folder: Path) -> None:

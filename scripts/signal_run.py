@@ -89,6 +89,7 @@ SIGNALS = {
 }
 """How likely each is."""
 ENDS_DRIVER = ("SIGKILL", "SIGTERM", "SIGINT")
+INTERRUPTED = 130
 RUN_S = 600.0
 """A driver that takes longer is stuck."""
 
@@ -171,18 +172,19 @@ class SignalledRun:
             arguments = [*self.arguments, *(["--resume"] if has_begun else [])]
             with DisturbedRun(self.out, arguments) as run:
                 said = len(run.output())
-                was_told = self.torment(run, attempt)
+                told = self.torment(run, attempt)
                 status = run.wait(max(1.0, RUN_S - run.now_s))
                 tail = run.output()[said:]
             self.restarts += tail.count("begins again from its newest checkpoint")
             if status == 0:
                 return
-            if not was_told or status not in (-signal.SIGKILL, 130):
+            # A signal that comes before it is handled ends a process as it does everywhere.
+            if not told or status not in (-getattr(signal, told), INTERRUPTED):
                 self.ended_by_itself.append(last_words(tail, status))
         raise RuntimeError(f"{self.out}: never finished")
 
-    def torment(self, run: DisturbedRun, attempt: int) -> bool:
-        """Whether the driver was told to end."""
+    def torment(self, run: DisturbedRun, attempt: int) -> str:
+        """The signal by which the driver was told to end, if it was."""
         self.pause(run, self.random.uniform(2.0, 8.0) if attempt else self.random.uniform(0, 20))
         while len(self.sent) < self.wanted and run.is_alive and run.now_s < RUN_S - 120:
             drawn = self.draw(run)
@@ -190,11 +192,11 @@ class SignalledRun:
                 kind, process, name = drawn
                 was_struck = self.strike(run, kind, process, name, attempt)
                 if was_struck and kind == "driver" and name in ENDS_DRIVER:
-                    return True
+                    return name
             self.pause(run, self.random.choice((0.2, 3.0, 10.0)) * self.random.random())
         while self.stopped and run.is_alive:
             self.pause(run, 0.2)
-        return False
+        return ""
 
     def draw(self, run: DisturbedRun) -> tuple[str, Process, str] | None:
         """All kinds alike, but the driver: its end ends a run, which is known."""
@@ -248,9 +250,9 @@ class SignalledRun:
 
 def last_words(output: str, status: int) -> str:
     """The error of a run that ended."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1:] or "")
-    return f"status {status}: {said if isinstance(said, str) else said[0]}"[:400]
+    lines = [line for line in output.splitlines() if line.strip()] or ["it said nothing"]
+    said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1])
+    return f"status {status}: {said}"[:400]
 
 
 def check(layout: str, out: Path, calm: dict[str, Any]) -> dict[str, bool]:
