@@ -204,7 +204,7 @@ class SignalledRun:
         for kind, process in classified(run.driver.pid):
             if process.state not in "Tt":
                 there.setdefault(kind, []).append(process)
-        if set(there) <= {"driver"} and self.random.random() < 0.8:
+        if not there or (len(there) == 1 and self.random.random() < 0.8):
             return None  # it is all there is for long while a run begins
         weights = [0.4 if kind == "driver" else 1.0 for kind in there]
         (kind,) = self.random.choices(list(there), weights)
