@@ -169,6 +169,8 @@ class SignalledRun:
         self.began_s = time.monotonic()
         for attempt in range(4 + self.wanted):
             has_begun = (self.out / "config.json").exists()
+            if not has_begun:  # killed before it was a run: it may have made a model by then
+                shutil.rmtree(self.out, ignore_errors=True)
             arguments = [*self.arguments, *(["--resume"] if has_begun else [])]
             with DisturbedRun(self.out, arguments) as run:
                 said = len(run.output())

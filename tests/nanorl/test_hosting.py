@@ -288,6 +288,6 @@ def test_a_worker_that_is_killed_while_it_loads_the_code_is_started_again(tmp_pa
             return await pool.call("answer"), len(list(folder.iterdir()))
 
     assert asyncio.run(play(MAX_STARTS - 1)) == (7, MAX_STARTS - 1)
-    with pytest.raises(ValueError, match="no worker could be started: .* killed by signal 9"):
+    with pytest.raises(ValueError, match=r"no worker could be started: .* killed by signal 9"):
         asyncio.run(play(MAX_STARTS + 1))
     assert len(list((tmp_path / str(MAX_STARTS + 1)).iterdir())) == MAX_STARTS
