@@ -117,6 +117,7 @@ class Run:
         self.saved_queue: QueueCursor | None = None  # of the checkpoint that is being written
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.has_started = False  # its roles are there: without them nothing can be saved
+        self.has_published = False  # other weights than the model's own
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -215,7 +216,8 @@ class Run:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
             self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
-            await self.roles.publisher.publish(0)  # a trainer that died may have published more
+            if self.has_published:  # a trainer that died
+                await self.roles.publisher.publish(0)
             return
         rl = self.config.rl
         self.cursor = Cursor.from_json(
@@ -452,6 +454,7 @@ class Run:
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
             async with self.roles.publisher.lent():
                 await self._warm_start_steps(phase)
+        self.has_published = True
         await self.roles.publisher.publish(0)
         await self._train(self.roles.engine.restart, self.parts.rl_config())
         self.cursor.next_phase()

@@ -87,7 +87,11 @@ def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
     assert "no answer for 4 s" in run.output()
 
 
-def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(tmp_path: Path) -> None:
+def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(
+    calm: Path, tmp_path: Path
+) -> None:
+    """And goes on from the beginning, also where weights are sent by rank (dist), which sends those
+    of one version once."""
     out = tmp_path / "run"
     with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
         await_true(run, lambda: run.roles())
@@ -95,6 +99,11 @@ def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(tmp_path: P
         assert run.wait(LIMIT_S) == 130, run.output()
         assert "go on with" in run.output() and not run.noise(), run.output()
         assert not any(run.leftovers().values()), run.leftovers()
+    again = (*CLUSTER, "--resume", "--cluster.transport", "dist", "--out", str(out))
+    with DisturbedRun(out, again) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert "was not published" not in run.output()
+    assert weights_digest(out) == weights_digest(calm)
 
 
 def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
