@@ -75,8 +75,12 @@ def mendable_errors() -> tuple[type[RuntimeError], ...]:
     from nanorl.roles.role import RoleLost
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
+    from nanosched import SchedulerLost
 
-    return CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable, StoreError
+    return (
+        *(CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable),
+        *(SchedulerLost, StoreError),
+    )
 
 
 def usage() -> str:

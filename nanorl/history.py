@@ -1,8 +1,10 @@
 """history.jsonl: how a run came to be, one line for each time it was begun, resumed or forked.
 
     {"event": "resumed", "at": "2026-11-22T17:00:00+00:00", "phase": "rl", "step": 7,
-     "changes": {"rl.lr": [2e-05, 1e-05]}, "origin": "", "command": "nanorl train --resume ..."}
+     "changes": {"rl.lr": [2e-05, 1e-05]}, "origin": "", "command": "nanorl train --resume ...",
+     "reason": ""}
 
+A run that failed and began again by itself (restarts.py) has an event "restarted" with the reason.
 `step` counts the RL steps done by then: the changes hold from the next one on. A line torn by
 `kill -9` is dropped by the reader. Left out: what the steps gave (metrics.jsonl).
 """
@@ -15,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-EventKind = Literal["begun", "resumed", "forked"]
+EventKind = Literal["begun", "resumed", "forked", "restarted"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A start of the run's process.
+    """A start of the run.
 
     Event(event="forked", at="2026-11-22T17:00:00+00:00", phase="rl", step=7,
           changes={"seed": (0, 1)}, origin="runs/tiny-seed0@7", command="nanorl train --fork ...")
@@ -33,6 +35,7 @@ class Event:
     changes: dict[str, tuple[Any, Any]]  # option -> before, after
     origin: str  # of a fork: RUN@STEP
     command: str
+    reason: str = ""  # of a restart: what the run had failed of
 
 
 class RunHistory:
@@ -44,7 +47,7 @@ class RunHistory:
     def append(self, event: Event) -> None:
         """Add it and sync it to the disk. Whoever begins a run starts the file anew: what a process
         left that died before is no run's."""
-        mode = "a" if event.event == "resumed" else "w"
+        mode = "a" if event.event in ("resumed", "restarted") else "w"
         text = json.dumps(asdict(event)) + "\n"
         if mode == "a" and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             text = "\n" + text  # after a torn line
@@ -64,6 +67,11 @@ class RunHistory:
             except json.JSONDecodeError:  # torn
                 continue
         return found
+
+    def chosen(self) -> list[dict[str, Any]]:
+        """The events that somebody chose: all but restarts, whose process goes on with the same
+        options."""
+        return [event for event in self.read() if event["event"] != "restarted"]
 
     def original(self, option: str, now: Any) -> Any:
         """The value that an option, which is `now`, had before the first recorded change of it."""

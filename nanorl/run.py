@@ -119,6 +119,8 @@ class Run:
         self.journal: Journal | None = None
         self.saved_queue: QueueCursor | None = None  # of the checkpoint that is being written
         self.has_model = False  # the trained model is in its folder: nothing is left to do
+        self.has_started = False  # its roles are there: without them nothing can be saved
+        self.has_published = False  # other weights than the model's own
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -139,6 +141,7 @@ class Run:
             try:
                 async with self.monitor, self.trackers, self.spans:
                     await self.roles.start()
+                    self.has_started = True
                     await self._require_own_store()
                     await self._note_manifest()
                     while not self.has_model:
@@ -218,7 +221,8 @@ class Run:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
             self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
-            await self.roles.publisher.publish(0)  # a trainer that died may have published more
+            if self.has_published:  # a trainer that died
+                await self.roles.publisher.publish(0)
             return
         rl = self.config.rl
         self.cursor = Cursor.from_json(
@@ -295,7 +299,7 @@ class Run:
     @property
     def is_changed(self) -> bool:
         """Whether this process goes on with other options than the one before."""
-        events = self.history.read()
+        events = self.history.chosen()
         return bool(events) and any(computes(name) for name in events[-1]["changes"])
 
     @property
@@ -333,7 +337,7 @@ class Run:
 
     async def _save_and_stop(self) -> None:
         """On the way out: without a trainer the newest checkpoint is what there is."""
-        if self.has_to_restore:
+        if self.has_to_restore or not self.has_started:
             return
         try:
             if self.cursor.place == self.saved_place:
@@ -475,6 +479,7 @@ class Run:
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
             async with self.roles.publisher.lent():
                 await self._warm_start_steps(phase)
+        self.has_published = True
         await self.roles.publisher.publish(0)
         await self._train(self.roles.engine.restart, self.parts.rl_config())
         self.cursor.next_phase()

@@ -12,6 +12,7 @@ from nanosched.errors import (
     GetTimeout,
     QueueClosed,
     SchedulerError,
+    SchedulerLost,
     TaskError,
     WorkerDied,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Resources",
     "Scheduler",
     "SchedulerError",
+    "SchedulerLost",
     "SharedBuffer",
     "TaskError",
     "WorkerDied",

@@ -177,6 +177,12 @@ class Scheduler:
         """Settles when the actor is dead for good, restarts used up; its value says why."""
         return self._backend.death(handle._actor)
 
+    @property
+    def num_server_deaths(self) -> int:
+        """How often the process that starts the others has ended, which ends them all: whoever
+        counts an actor's deaths leaves those out. Only `local` has such a process."""
+        return self._backend.num_server_deaths
+
     # -- resources -------------------------------------------------------------------------------
 
     def available(self) -> Resources:

@@ -43,7 +43,12 @@ class Caller(Protocol):
 
 
 class Backend(Caller, Protocol):
-    """A place where actors live. `actor` arguments are what `create` returned."""
+    """A place where actors live. `actor` arguments are what `create` returned.
+
+    `num_server_deaths` counts how often the process that starts the others has ended, and has taken
+    them with it: such a death is no actor's own."""
+
+    num_server_deaths: int
 
     def create(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], options: ActorOptions

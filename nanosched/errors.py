@@ -27,6 +27,10 @@ class WorkerDied(SchedulerError):  # noqa: N818 - named as what happened
     """The actor was killed or exited; the call may or may not have run, and is not repeated."""
 
 
+class SchedulerLost(SchedulerError):  # noqa: N818 - named as what happened
+    """What starts and connects the actors has ended; this scheduler can do nothing any more."""
+
+
 class GetTimeout(SchedulerError, TimeoutError):  # noqa: N818 - named as what happened
     """`get` gave up waiting. The call itself goes on and can be waited for again."""
 

@@ -191,6 +191,8 @@ class InlineActor:
 class InlineBackend:
     """Does what `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
 
+    num_server_deaths: int = 0  # nothing starts processes here
+
     def __init__(self, resources: Resources | None = None) -> None:
         self._machine = Machine(resources)
         self._actors: weakref.WeakSet[InlineActor] = weakref.WeakSet()

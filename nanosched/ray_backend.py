@@ -15,8 +15,10 @@ Next: ray_host.py, which runs in the actors' processes.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -39,15 +41,16 @@ except ModuleNotFoundError as error:
     raise ValueError(
         f"the back end 'ray' needs Ray; run: {sys.executable} -m pip install ray"
     ) from error
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nanosched.errors import GetTimeout, SchedulerError, WorkerDied
+from nanosched.errors import GetTimeout, SchedulerError, SchedulerLost, WorkerDied
 from nanosched.future import Future
 from nanosched.handle import ActorHandle
+from nanosched.ray_guard import RayGuard
 from nanosched.ray_host import AsyncHost, Input, Place, SyncHost, error_of, share_tensors
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
@@ -162,11 +165,15 @@ class RayCaller:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: weakref.WeakSet[RayFuture] = weakref.WeakSet()
         self._is_closed = False
+        self._lost: SchedulerLost | None = None
 
     def submit(
         self, actor: RayActor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         future = RayFuture(self, f"{actor.label}.{method}", None, actor)
+        if self._lost is not None:
+            future.settle(error=self._lost)
+            return future
         # Ray kills in its own time: one that we ended could still answer
         if self._is_closed or actor.handle is None or actor.ended is not None:
             reason = actor.ended or "ended with its last handle"
@@ -213,6 +220,10 @@ class RayCaller:
                 loop.call_soon_threadsafe(self._empty_inbox)
 
     def _empty_inbox(self) -> None:
+        if self._lost is not None:
+            self._inbox.clear()
+            for future in list(self._pending):
+                future.settle(error=self._lost)
         while self._inbox:
             future, ref, answer = self._inbox.popleft()
             if not future._is_done and future.ref is ref:
@@ -221,6 +232,8 @@ class RayCaller:
 
 class RayBackend(RayCaller):
     """Does what `Scheduler` asks of a back end, by Ray."""
+
+    num_server_deaths: int = 0  # of Ray's own processes Ray takes care, or says that it cannot
 
     def __init__(self, resources: Resources | None = None, address: str | None = None) -> None:
         super().__init__()
@@ -241,10 +254,24 @@ class RayBackend(RayCaller):
             _start_ray(resources or Resources.of_machine(), self._folder)
         self._actors: weakref.WeakSet[RayActor] = weakref.WeakSet()
         self._groups: dict[PlacementGroup, Any] = {}
+        self._guard = RayGuard(self._lose)
+
+    def _lose(self, name: str) -> None:
+        """In the guard's thread: Ray itself has ended."""
+        self._lost = SchedulerLost(
+            f"Ray's {name} has ended, and without it no process can be started or told anything; "
+            "see to it that Ray runs (memory?), then go on with --resume"
+        )
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # a closed loop: the next wait finds it
+                loop.call_soon_threadsafe(self._empty_inbox)
 
     def create(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], options: ActorOptions
     ) -> RayActor:
+        if self._lost is not None:
+            raise self._lost
         self._check(options)
         share_tensors()
         is_async = any(asyncio.iscoroutinefunction(getattr(cls, name, None)) for name in dir(cls))
@@ -336,7 +363,7 @@ class RayBackend(RayCaller):
     def _end(self, actor: RayActor, reason: str) -> None:
         if actor.ended is None:
             actor.ended = reason
-        if actor.handle is not None:
+        if actor.handle is not None and self._lost is None:
             ray.kill(actor.handle, no_restart=True)
 
     def death(self, actor: RayActor) -> Future[str]:
@@ -388,6 +415,11 @@ class RayBackend(RayCaller):
 
     def close(self) -> None:
         self._is_closed = True
+        self._guard.close()
+        if self._lost is not None:
+            self._empty_inbox()
+            self._abandon()
+            return
         for actor in list(self._actors):
             self._end(actor, "ended with its scheduler")
         for group in list(self._groups):
@@ -404,6 +436,22 @@ class RayBackend(RayCaller):
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray's last processes still log there
+
+    def _abandon(self) -> None:
+        """Leave a Ray that is gone only at the end of this process, when somebody has said why: its
+        shutdown may end the process. What it had started on this machine ends with it."""
+        atexit.unregister(worker.shutdown)
+        atexit.register(_leave)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _leave() -> None:
+    """This process ends here: Ray's threads crash while a process takes its memory down, or wait a
+    minute for what is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _start_ray(resources: Resources, folder: Path) -> None:

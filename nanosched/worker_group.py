@@ -74,6 +74,10 @@ class WorkerGroup(Generic[A]):
 
 def _ended(group: weakref.ref[WorkerGroup[Any]], rank: int, death: Future[str]) -> None:
     living = group()
-    if living is not None and not living.death.is_done():
+    if living is None or living.death.is_done():
+        return
+    if (error := death.error()) is not None:  # of the scheduler: nobody knows how the actor is
+        living.death.settle(error=error)
+    else:
         living.death.settle(f"rank {rank}: {death.result()}")
         living.kill()

@@ -158,7 +158,7 @@ class DisturbedRun:
         self.log = self.out.with_suffix(".log")
         self.segments_before = set(os.listdir("/dev/shm"))
         self.others = {process.pid for process in descendants(os.getpid())}
-        self.scratch = Path(tempfile.mkdtemp(prefix="fault-run-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix="fr-"))  # short: Ray has sockets below it
         set_subreaper(True)
         self.started_s = time.monotonic()
         self._places: list[str] = []  # the newest checkpoint when a learner was struck

@@ -22,6 +22,7 @@ from nanorl.report.next_steps import how_to_go_on, next_steps
 
 if TYPE_CHECKING:
     from nanorl.parts import Parts
+    from nanorl.roles.base import Roles
 
 RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -41,9 +42,9 @@ def run_training(
     from nanorl.envs.run_kind import settle_sandbox
     from nanorl.failed_start import WRITTEN, take_away_failed_start
     from nanorl.parts import Parts
-    from nanorl.report.live import LiveView
+    from nanorl.restarts import run_until_done
     from nanorl.roles.launch import make_roles
-    from nanorl.run import Run, write_outcome
+    from nanorl.run import write_outcome
     from nanorl.trackers.services import require_trackers
 
     require_trackers(config.log)
@@ -64,16 +65,19 @@ def run_training(
         parts.config = config
         if config.rl.steps:
             parts.tasks.train.batch(0, 1)  # tasks that must not be trained on are refused here
-        roles = make_roles(parts)
-        try:
-            begin(folder, config)
-            print("\n".join(first_lines(parts, walls)), flush=True)
-            with LiveView(f"{config.preset}, seed {config.seed}") as live:
-                run = Run(parts, roles, live)
-                run_to_end(run.execute())
-                summary = write_outcome(run)
-        finally:
-            roles.close()
+
+        def first_roles() -> Roles:
+            roles = make_roles(parts)  # before anything is written: they may refuse the options
+            try:
+                begin(folder, config)
+                print("\n".join(first_lines(parts, walls)), flush=True)
+            except BaseException:
+                roles.close()
+                raise
+            return roles
+
+        title = f"{config.preset}, seed {config.seed}"
+        summary = write_outcome(run_until_done(parts, first_roles, title, run_to_end))
     return config, summary
 
 

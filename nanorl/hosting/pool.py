@@ -34,6 +34,7 @@ from nanorl.types import InfrastructureError
 from nanosched import ActorHandle, Future, Scheduler, TaskError, WorkerDied
 
 MAX_MOVES = 20  # of a call, to workers that then die too before its turn comes
+MAX_STARTS = 3  # of a worker that dies before it has loaded the code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class _Life:
         self.pid: int | None = None
         self.reason: str | None = None  # why it ended
         self.culprit: int | None = None  # the call that is to blame
+        self.has_died = False  # and not been ended
         self.num_objects = 0
         self._kill = kill
         self._numbers = itertools.count()
@@ -109,6 +111,7 @@ class _Life:
         except TaskError as error:
             return WorkerReply(error=str(error))
         except WorkerDied as died:
+            self.has_died = self.has_died or self.reason is None
             # Code that blocks runs call after call: the oldest one was at work when it died.
             self.end(str(died), min(self._since, default=number))
             return WorkerReply(
@@ -251,16 +254,26 @@ class WorkerPool:
             return life
 
     async def _begin(self) -> _Life:
+        """Whoever dies before it has loaded the code may be somebody's victim: then another one."""
+        for _ in range(MAX_STARTS - 1):
+            with contextlib.suppress(WorkerDied):
+                return await self._begin_one()
+        try:
+            return await self._begin_one()
+        except WorkerDied as died:
+            raise InfrastructureError(f"no worker could be started: {died}") from died
+
+    async def _begin_one(self) -> _Life:
         handle = self._scheduler.actor(CodeWorker).remote(self.limits.max_result_bytes)
         life = _Life(handle, lambda: self._scheduler.kill(handle))
         try:
             life.pid = await handle.call(CodeWorker.pid)
             future = handle.call(CodeWorker.make, self._factory, self._args)
             await life.ask("loading the code", future, self.limits.start_s)
-        except WorkerDied as died:
-            raise InfrastructureError(f"no worker could be started: {died}") from died
-        except BaseException:
+        except BaseException as error:
             life.end("it did not start")
+            if life.has_died:
+                raise WorkerDied(str(error)) from error
             raise
         return life
 

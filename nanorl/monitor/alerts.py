@@ -4,7 +4,7 @@
     nothing was finished for N minutes over when something is
     a number of a step is not finite   over when all of a step's are
     success collapsed                  over when its mean is back at three quarters of the best
-    the run ended with an error
+    the run ended with an error, or begins again after one (nanorl/restarts.py)
 
 An event is told once when it begins and once when it is over. One that comes back within
 `QUIET_S` of the last message about it stays silent: it is told after that time if it lasts, and
@@ -184,10 +184,11 @@ class AlertRules:
         text = f"It is {success:.1%}, {numbers}."
         return self._incidents.begin("success", now_s, Alert(title=title, text=text))
 
-    def end_with(self, error: BaseException) -> list[Alert]:
-        """The run has ended with `error`."""
+    def end_with(self, error: BaseException, *, goes_on: bool = False) -> list[Alert]:
+        """The run has ended with `error`, or begins again by itself."""
         text = f"{type(error).__name__}: {error}"[:2000]
-        return [Alert(title="the run ended with an error", text=text)]
+        again = "the run failed and begins again from its newest checkpoint"
+        return [Alert(title=again if goes_on else "the run ended with an error", text=text)]
 
 
 def _duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanorl.bounds import COUNT, Bound, check_record
+from nanorl.bounds import COUNT, NATURAL, Bound, check_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,11 @@ class MonitorConfig:
     """Alert when each of so many steps has less than half of the best success, which is a mean
     over as many steps."""
 
+    restarts: int = 10
+    """So often the run may begin again by itself, from its newest checkpoint, where processes of
+    it died and new ones did not help; 0: never. It ends where it fails three times at one step,
+    and at once where a restart would not help: a wrong option, a full disk, Ctrl-C."""
+
     def __post_init__(self) -> None:
         check_record(
             self,
@@ -37,6 +42,7 @@ class MonitorConfig:
             port=Bound(0, 65535, "the highest port"),
             stall_minutes=Bound(0, 1e6, is_open=True),
             collapse_steps=COUNT,
+            restarts=NATURAL,
         )
         for name in ("host", "api_key_file"):
             value = getattr(self, name)

@@ -60,6 +60,7 @@ class RunMonitor:
         self._server: MonitorServer | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._said: set[str] = set()
+        self.is_restarted_after: Callable[[BaseException], bool] = lambda _: False
 
     async def __aenter__(self) -> RunMonitor:
         if self._config.alerts:
@@ -81,7 +82,7 @@ class RunMonitor:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._rules is not None and error is not None and not isinstance(error, _ASKED_TO_STOP):
-            self._send(self._rules.end_with(error))
+            self._send(self._rules.end_with(error, goes_on=self.is_restarted_after(error)))
         if self._server is not None:
             await self._server.close()
         if self._sender is not None:

@@ -227,6 +227,7 @@ def _history(events: Sequence[Mapping[str, Any]]) -> str:
             f"{text(name)}: {text(before)} → <b>{text(after)}</b>"
             for name, (before, after) in event["changes"].items()
         )
+        what += f": {event['reason']}" if event.get("reason") else ""
         cells = (text(event["at"]), text(what), number(event["step"]), changes or "–")
         command = f"<code>{text(event['command'])}</code>"
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, command))}</tr>")

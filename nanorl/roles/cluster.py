@@ -52,7 +52,7 @@ from nanorl.roles.policy import (
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
 from nanorl.roles.role import (
-    MOST_FAILURES,
+    Attempts,
     Pulse,
     Role,
     RoleLost,
@@ -71,6 +71,7 @@ from nanorl.weights.transport import Load, Transport, open_transport, weight_byt
 from nanosched import (
     ActorHandle,
     Scheduler,
+    SchedulerLost,
     WorkerDied,
     WorkerGroup,
     meeting_address,
@@ -141,7 +142,7 @@ class Cluster:
         self._reference: Role[ReferenceRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
         self._critic: ActorHandle[CriticRole] | None = None
-        self._critic_watch: asyncio.Task[str] | None = None
+        self._critic_watch: asyncio.Task[None] | None = None
         self._critic_answer: Mapping[str, Any] = {}
         self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
@@ -333,14 +334,15 @@ class Cluster:
             await self._start_trainer_again_and_again()
 
     async def _start_trainer_again_and_again(self) -> None:
-        for attempt in range(MOST_FAILURES):
+        attempts = Attempts(self._scheduler)
+        while True:
             try:
                 await self._start_trainer_once()
                 return
             except TrainerLost as lost:
-                if attempt == MOST_FAILURES - 1:
+                if not attempts.fail():
                     raise RoleLost(
-                        f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
+                        f"{lost}, {attempts} while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
                 self._trainer_restarts += 1
@@ -388,9 +390,8 @@ class Cluster:
             self.say(f"trainer-{rank}: {await until_dead(self._scheduler, handle, pulse)}")
             group.kill()
 
-        async with asyncio.TaskGroup() as ranks:
-            for rank, handle in enumerate(group.handles):
-                ranks.create_task(watch(rank, handle))
+        with suppress(SchedulerLost):  # whoever waits for the trainer hears it
+            await asyncio.gather(*(watch(*one) for one in enumerate(group.handles)))
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -704,8 +705,12 @@ class Cluster:
         self._critic, self._critic_answer = handle, {}
         self._num_critics += 1
         pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
-        self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
+        self._critic_watch = asyncio.create_task(self._watch_critic(handle, pulse))
         return RemoteCritic(handle, loop)
+
+    async def _watch_critic(self, critic: ActorHandle[CriticRole], pulse: Pulse) -> None:
+        with suppress(SchedulerLost):  # whoever asks the critic hears it
+            await until_dead(self._scheduler, critic, pulse)
 
     def _hear_critic(self, answer: Mapping[str, Any]) -> None:
         self._critic_answer = answer

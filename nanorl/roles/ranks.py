@@ -21,8 +21,9 @@ from nanosched import Future, TaskError, WorkerDied, WorkerGroup
 
 R = TypeVar("R")
 
-DEATH_S = 0.5
-"""A rank's death may be told after the errors that it causes in the others' collectives."""
+DEATH_S, REFUSAL_S = 10.0, 0.5
+"""A rank's death may be told after the errors that it causes in the others' collectives, the later
+the busier the machine. What a rank refuses (ValueError) is no such error."""
 
 
 class Rank(Protocol):
@@ -52,16 +53,17 @@ async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list
     try:
         return await asyncio.gather(*futures)
     except (TaskError, WorkerDied) as error:
-        died = await _first_death(group)
+        cause = error.cause if isinstance(error, TaskError) else error
+        died = await _first_death(group, REFUSAL_S if isinstance(cause, ValueError) else DEATH_S)
         if died is not None:
             raise WorkerDied(died) from error
-        raise (error.cause if isinstance(error, TaskError) else error) from None
+        raise cause from None
 
 
-async def _first_death(group: WorkerGroup[Any]) -> str | None:
+async def _first_death(group: WorkerGroup[Any], limit_s: float) -> str | None:
     """Which rank died and how, if one did; waits a little for the news."""
     waiter = asyncio.ensure_future(_value(group.death))
-    done, _ = await asyncio.wait([waiter], timeout=DEATH_S)
+    done, _ = await asyncio.wait([waiter], timeout=limit_s)
     if not done:
         waiter.cancel()
     return waiter.result() if done else None

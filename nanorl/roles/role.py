@@ -28,10 +28,37 @@ OnRestart = Callable[["Role[Any]", str], None]
 """Is told which role is started again, and why."""
 MOST_FAILURES = 2
 """Starts that may fail one after the other, each from scratch, before the run gives up."""
+MOST_COLLAPSES = 5
+"""Starts that may be cut off one after the other because the process that starts all ended."""
+NUM_LISTENINGS = 4
+"""A role's time to answer is waited for in so many parts. The clock goes on while the driver itself
+is stopped: one part of that time then says nothing of the role."""
 
 
 class RoleLost(RuntimeError):  # noqa: N818 (named as what happened)
     """A role died and could not be started again; the message says why and how to go on."""
+
+
+class Attempts:
+    """Counts starts that failed one after the other. Where the process that starts all others has
+    ended meanwhile, it took everything with it: that is counted, but as nobody's own failure."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._collapses_seen = scheduler.num_server_deaths
+        self._num_failures = self._num_collapses = 0
+
+    def fail(self) -> bool:
+        """One has failed; whether another may be made."""
+        seen, self._collapses_seen = self._collapses_seen, self._scheduler.num_server_deaths
+        if self._collapses_seen > seen:
+            self._num_collapses += 1
+        else:
+            self._num_failures += 1
+        return self._num_failures < MOST_FAILURES and self._num_collapses < MOST_COLLAPSES
+
+    def __str__(self) -> str:
+        return f"{self._num_failures + self._num_collapses} times"
 
 
 class Role(Generic[A]):
@@ -105,19 +132,19 @@ class Role(Generic[A]):
             self._on_restart(self, why)
 
     async def _start_again_and_again(self) -> ActorHandle[A]:
-        for attempt in range(MOST_FAILURES):
+        attempts = Attempts(self._scheduler)
+        while True:
             try:
                 return await self._start()
             except WorkerDied as died:
-                if attempt == MOST_FAILURES - 1:
+                if not attempts.fail():
                     raise RoleLost(
-                        f"{self.name} died {MOST_FAILURES} times while it started, the last time: "
+                        f"{self.name} died {attempts} while it started, the last time: "
                         f"{died}. Look at the messages above (memory?), then go on with --resume"
                     ) from died
                 self._tell(str(died))
             except TaskError as error:
                 raise error.cause from None
-        raise AssertionError("the last attempt returned or raised")
 
     # -- supervision -------------------------------------------------------------------------
 
@@ -226,9 +253,14 @@ async def until_dead(scheduler: Scheduler, handle: ActorHandle[Any], pulse: Puls
             if death.done():
                 break
             answer = asyncio.ensure_future(heard(handle.call(pulse.heartbeat)))
-            await asyncio.wait(
-                {death, answer}, timeout=pulse.hang_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            for _ in range(NUM_LISTENINGS):
+                done, _ = await asyncio.wait(
+                    {death, answer},
+                    timeout=pulse.hang_s / NUM_LISTENINGS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if done:
+                    break
             if answer.done() and isinstance(answer.result(), Mapping):
                 pulse.hear(answer.result())
             elif not answer.done() and not death.done():

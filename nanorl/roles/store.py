@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from nanorl.roles.role import OnRestart, Role, getting_ready, heard
 from nanorl.store import RolloutStore
-from nanosched import ActorHandle, Scheduler
+from nanosched import ActorHandle, Scheduler, SchedulerLost
 
 CLOSE_S = 5.0
 
@@ -36,6 +36,6 @@ async def close_store(role: Role[RolloutStore]) -> None:
     handle = role.current
     role.close()
     if handle is not None:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, SchedulerLost):
             async with asyncio.timeout(CLOSE_S):
                 await heard(handle.call(RolloutStore.close))

@@ -216,14 +216,20 @@ class Dispatcher:
         slot.deadline = time.monotonic() + _START_LIMIT_S
         self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
 
-    def _on_start_failure(self, slot: WorkerSlot, reason: str) -> None:
-        """Nothing the program did: its execution fails as machinery; the next one tries again."""
+    def _on_start_failure(self, slot: WorkerSlot, reason: str, *, is_silent: bool = False) -> None:
+        """Nothing the program did: its execution fails as machinery; the next one tries again. A
+        worker that says nothing (`is_silent`) was killed or stopped: another one is tried."""
         self.start_error = reason
         self._stop(slot)
         slot.num_runs = -1
         execution = slot.execution or (self._queue.popleft() if self._queue else None)
         slot.execution = None
-        if execution is not None:
+        if execution is None:
+            return
+        execution.num_starts += 1
+        if is_silent and execution.num_starts < _MAX_STARTS:
+            slot.execution = execution
+        else:
             fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
 
     def _on_control(self, slot: WorkerSlot) -> None:
@@ -242,7 +248,8 @@ class Dispatcher:
                 self._rest(slot, time.monotonic())
                 slot.num_oom_kills = slot.worker.num_oom_kills()
             else:
-                self._on_start_failure(slot, slot.worker.messages())
+                said = slot.worker.messages()
+                self._on_start_failure(slot, said, is_silent=not said)
         elif slot.state is State.BUSY and len(packet) == protocol.RESULT.size:
             self._finish(slot, packet)
         elif slot.state is State.BUSY:
@@ -363,7 +370,8 @@ class Dispatcher:
             elif slot.state is State.IDLE:
                 self._look_at_idle(slot, now)
             else:
-                self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
+                said = f"not ready after {_START_LIMIT_S:.0f} s"
+                self._on_start_failure(slot, said, is_silent=True)
 
     def _end_attempt(self, slot: WorkerSlot) -> None:
         attempt, slot.attempt, slot.watch_at = slot.attempt, None, float("inf")

@@ -33,7 +33,7 @@ from nanosched.local.calls import (
     payloads_of,
 )
 from nanosched.local.channel import Channel, Received, pair, readable
-from nanosched.local.forkserver import ForkServer
+from nanosched.local.forkserver import TICK_S, ForkServer
 from nanosched.local.messages import (
     Accept,
     Exiting,
@@ -46,6 +46,7 @@ from nanosched.local.messages import (
 )
 from nanosched.local.payload import Packer, Payload, received_handle
 from nanosched.local.segments import Pool
+from nanosched.local.ticker import Ticker
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 LEAVE_S = 0.4  # for processes to end when they are told to, before they are killed
@@ -62,6 +63,7 @@ class _Call(NamedTuple):
 class _Process(NamedTuple):
     pid: int
     pidfd: int
+    server: ForkServer  # its parent
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,6 +111,9 @@ class LocalBackend:
         self._waiting: list[LocalActor] = []  # for resources
         self._num_failures = 0  # so far: `get` looks for one when it changes
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker = Ticker(TICK_S)
+        self._watch(self._ticker.fileno(), self._look_after_server)
+        self.num_server_deaths = 0
         self._server = self._start_server()
 
     # -- actors ----------------------------------------------------------------------------------
@@ -205,11 +210,13 @@ class LocalBackend:
         return True
 
     def _launch(self, actor: LocalActor, lease: Lease) -> None:
+        self._serve_server(self._server)  # it may have ended, and nobody has looked since
         if not self._server.is_alive:
             self._server = self._start_server()
         ours, theirs = pair()
         actor.is_forking = True
         self._server.fork(actor.actor_id, self._environment(lease), theirs.fileno())
+        self._ticker.start()
         theirs.close()
         channel = Channel(ours, self._packer.pool)
         channel.set_waiting(partial(self._want_write, channel))
@@ -260,27 +267,36 @@ class LocalBackend:
             else:
                 self._disconnect(actor, message.reason)
 
-    def _serve_server(self, _: int) -> None:
-        """Processes that were started."""
-        server = self._server
+    def _look_after_server(self, _: int) -> None:
+        self._ticker.take()
+        self._server.look()
+        if not self._server.is_asked:
+            self._ticker.stop()
+        self._serve_server(self._server)
+
+    def _serve_server(self, server: ForkServer, _: int = 0) -> None:
+        """Processes that were started; then, that it has ended."""
         for actor_id, pid, pidfd in server.forked():
             actor = self._actors[actor_id]
             actor.is_forking = False
-            actor.process = _Process(pid, pidfd)
+            actor.process = _Process(pid, pidfd, server)
             self._watch(pidfd, partial(self._bury, actor))
             if actor.reason is not None and actor.last_words is None:
                 _end_process(pidfd)
-        if not server.is_alive:
-            self._unwatch(server.fileno())
-            server.close()
-            for actor in [one for one in self._actors.values() if one.is_forking]:
-                actor.is_forking = False
-                self._outlive(actor, "could not be started: the fork server has ended")
+        if server.is_alive or server.fileno() not in self._handlers:
+            return
+        self._unwatch(server.fileno())
+        server.close()
+        self.num_server_deaths += 1
+        for actor in [one for one in self._actors.values() if one.is_forking]:
+            actor.is_forking = False
+            how = "could not be started: the fork server has ended"
+            self._outlive(actor, how, is_own=not server.is_ready)
 
     def _bury(self, actor: LocalActor, _: int = 0) -> None:
         """The process has ended. What it had sent before still counts."""
         assert actor.process is not None
-        pid, pidfd = actor.process
+        pid, pidfd, server = actor.process
         if actor.connection is not None:
             channel = actor.connection.channel
             while not channel.is_closed and channel.fileno() in self._handlers:
@@ -288,18 +304,23 @@ class LocalBackend:
                 self._serve(actor, channel, 0)
                 if channel.num_received == before:
                     break
-        how = self._server.how_it_ended(pid)
+        how, is_own = server.how_it_ended(pid), True
         self._unwatch(pidfd)
         os.close(pidfd)
         actor.process = None
-        self._outlive(actor, how)
+        if how is None:
+            self._serve_server(server)  # before anybody hears of the actor
+            is_own = server.is_alive
+            how = "ended" if is_own else "ended with the fork server"
+        self._outlive(actor, how, is_own=is_own)
 
-    def _outlive(self, actor: LocalActor, how: str) -> None:
-        """An actor without a process is restarted, or dead for good."""
+    def _outlive(self, actor: LocalActor, how: str, *, is_own: bool = True) -> None:
+        """An actor without a process is restarted, or dead for good. A death that is not its own,
+        but the fork server's, costs it no restart."""
         reason = actor.last_words or f"{actor.label} {how}"
         actor.last_words = None
         if actor.reason is None and actor.restarts_left > 0:
-            actor.restarts_left -= 1
+            actor.restarts_left -= is_own
             self._disconnect(actor, reason)
             self._advance(actor)
             return
@@ -386,6 +407,7 @@ class LocalBackend:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._epoll.fileno())
             self._server.close()
+            self._ticker.close()
             self._epoll.close()
             self._handlers.clear()  # they refer to us
             self._packer.pool.clear()
@@ -542,7 +564,7 @@ class LocalBackend:
 
     def _start_server(self) -> ForkServer:
         server = ForkServer(self._preload)
-        self._watch(server.fileno(), self._serve_server)
+        self._watch(server.fileno(), partial(self._serve_server, server))
         return server
 
 

@@ -4,8 +4,11 @@
 
 multiprocessing's own fork server listens at a path in a temporary folder, which stays behind when
 the driver is killed, and needs a second process to track such things; this one talks over a socket
-pair. It ends when the driver does, however that ends, and the kernel then kills the actors, whose
-parent it is (PR_SET_PDEATHSIG).
+pair. It ends when the driver does, however that ends: the kernel kills it, also while it imports or
+is stopped, and then the actors, whose parent it is (PR_SET_PDEATHSIG).
+
+Each fork is a question, and it answers at once unless it imports. One that does not is told to go
+on (SIGCONT), because it may have been stopped, and is killed if that does not help (`look`).
 Left out: threads. What is preloaded must not start any, nor touch a gpu.
 """
 
@@ -21,18 +24,30 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 
 from nanosched.errors import SchedulerError
 from nanosched.local.channel import Channel, Received, pair, readable
-from nanosched.local.messages import Exited, Fork, Forked
+from nanosched.local.messages import Exited, Fork, Forked, Ready
 from nanosched.local.segments import Pool
 
 PR_SET_PDEATHSIG = 1
+TICK_S = 1.0
+"""How often somebody looks after a fork server that has been asked."""
+FORK_TICKS, IMPORT_TICKS = 10, 300
+"""So many without an answer, and it is killed: a fork takes milliseconds, imports a minute."""
+PATIENT_TICKS = 2  # before it is told to go on
+# The kernel's order to end with its parent belongs to the thread that started it: where that is not
+# the main one, which lives as long as its process, the thread may end before the driver does.
 PROGRAM = """
-import sys
+import ctypes, os, sys
+if {is_main_thread}:
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != {driver_pid}:
+    os._exit(1)
 sys.path[:] = {path!r}
 sys.argv[:] = {argv!r}
 from nanosched.local.forkserver import main
@@ -54,6 +69,7 @@ class ForkServer:
             argv=sys.argv,
             fd=theirs.fileno(),
             driver_pid=os.getpid(),
+            is_main_thread=threading.current_thread() is threading.main_thread(),
             preload=tuple(preload),
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -66,6 +82,9 @@ class ForkServer:
         self._channel = Channel(ours, Pool())
         self._exits: dict[int, int] = {}
         self._forked: list[Received] = []
+        self._num_asked = 0  # forks without an answer
+        self._num_ticks = 0  # since it was asked, or last said anything
+        self.is_ready = False
         self.is_alive = True
 
     def fileno(self) -> int:
@@ -73,6 +92,7 @@ class ForkServer:
 
     def fork(self, actor_id: int, environment: dict[str, str], worker_socket: int) -> None:
         """Ask for a process; `forked` tells when there is one."""
+        self._num_asked += 1
         self._channel.send(Fork(actor_id, environment), files=[worker_socket])
 
     def forked(self) -> list[tuple[int, int, int]]:
@@ -85,8 +105,25 @@ class ForkServer:
             if isinstance(one.message, Forked)
         ]
 
-    def how_it_ended(self, pid: int, limit_s: float = 0.1) -> str:
-        """For a process that has ended, which the driver may notice first."""
+    @property
+    def is_asked(self) -> bool:
+        """Whether an answer is due."""
+        return self.is_alive and self._num_asked > 0
+
+    def look(self) -> None:
+        """Once a tick while it is asked: one that is stopped goes on, one that hangs is killed."""
+        self._read()
+        if not self.is_asked:
+            return
+        self._num_ticks += 1
+        if self._num_ticks > (FORK_TICKS if self.is_ready else IMPORT_TICKS):
+            os.kill(self._process.pid, signal.SIGKILL)
+        elif self._num_ticks > PATIENT_TICKS:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def how_it_ended(self, pid: int, limit_s: float = 0.1) -> str | None:
+        """For a process that has ended, which the driver may notice first. None where nobody
+        knows: the server is stopped, or has ended, which ended all that it had started."""
         deadline_s = time.monotonic() + limit_s
         self._read()
         while pid not in self._exits and self.is_alive:
@@ -97,7 +134,7 @@ class ForkServer:
             self._read()
         status = self._exits.pop(pid, None)
         if status is None:
-            return "ended"
+            return None
         return f"exited with code {status}" if status >= 0 else f"was killed by signal {-status}"
 
     def _read(self) -> None:
@@ -106,11 +143,15 @@ class ForkServer:
                 received = self._channel.receive()
             except BlockingIOError:
                 return
+            self._num_ticks = 0
             if received is None:
                 self.is_alive = False
             elif isinstance(received.message, Exited):
                 self._exits[received.message.pid] = received.message.status
+            elif isinstance(received.message, Ready):
+                self.is_ready = True
             else:
+                self._num_asked -= 1
                 self._forked.append(received)
 
     def close(self, limit_s: float = 0.5) -> None:
@@ -171,6 +212,7 @@ class _Server:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
+        self._channel.send(Ready())
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._driver:

@@ -23,6 +23,10 @@ class Forked(NamedTuple):
     pid: int
 
 
+class Ready(NamedTuple):
+    """Fork server to driver, once: all is imported, and what is asked is answered at once."""
+
+
 class Exited(NamedTuple):
     """Fork server to driver: `status` is the exit code, negative for a signal."""
 
@@ -116,6 +120,7 @@ class FutureSlot(NamedTuple):
 Message = (
     Fork
     | Forked
+    | Ready
     | Exited
     | Start
     | Invoke
@@ -133,6 +138,7 @@ Message = (
 MESSAGES: tuple[type[Message], ...] = (
     Fork,
     Forked,
+    Ready,
     Exited,
     Start,
     Invoke,

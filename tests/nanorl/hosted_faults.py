@@ -93,3 +93,16 @@ class CountingKind:
 
     def open(self) -> Counting:
         return Counting()
+
+
+class DiesAtFirst:
+    """Dies so often before it is there; a file for each time."""
+
+    def __init__(self, folder: str, num_deaths: int) -> None:
+        number = len(os.listdir(folder))
+        if number < num_deaths:
+            os.mkdir(os.path.join(folder, str(number)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def answer(self) -> int:
+        return 7

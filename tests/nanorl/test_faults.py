@@ -16,7 +16,15 @@ from forked_runs import ROOT, RunProcess
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
-    from fault_run import SCORERS, SMALL, DisturbedRun, check, weights_digest
+    from fault_run import (
+        SCORERS,
+        SMALL,
+        DisturbedRun,
+        check,
+        descendants,
+        stored_rollouts,
+        weights_digest,
+    )
 finally:
     sys.path.pop(0)
 
@@ -79,6 +87,25 @@ def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
     assert "no answer for 4 s" in run.output()
 
 
+def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(
+    calm: Path, tmp_path: Path
+) -> None:
+    """And goes on from the beginning, also where weights are sent by rank (dist), which sends those
+    of one version once."""
+    out = tmp_path / "run"
+    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
+        await_true(run, lambda: run.roles())
+        run.driver.send_signal(signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130, run.output()
+        assert "go on with" in run.output() and not run.noise(), run.output()
+        assert not any(run.leftovers().values()), run.leftovers()
+    again = (*CLUSTER, "--resume", "--cluster.transport", "dist", "--out", str(out))
+    with DisturbedRun(out, again) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert "was not published" not in run.output()
+    assert weights_digest(out) == weights_digest(calm)
+
+
 def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
     calm: Path, tmp_path: Path
 ) -> None:
@@ -112,3 +139,24 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
         assert run.output().count("the trainer died") == before + 1, run.output()
         assert "was not published" not in run.output()
     assert weights_digest(out) == weights_digest(calm)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_run_whose_ray_ends_says_so_once_and_goes_on_with_the_same_bits(
+    calm: Path, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    out = tmp_path / "run"
+    ray = ("--cluster.backend", "ray", "--rollout.replicas", "1")
+    with DisturbedRun(out, [*OPTIONS, *ray, "--out", str(out)]) as run:
+        await_true(run, lambda: run.step() >= 2)
+        (victim,) = [one for one in descendants(run.driver.pid) if one.name == name]
+        os.kill(victim.pid, signal.SIGKILL)
+        assert run.wait(LIMIT_S) not in (0, -signal.SIGKILL), run.output()
+        errors = [line for line in run.output().splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and f"Ray's {name} has ended" in errors[0], run.output()
+        assert "go on with --resume" in errors[0] and not run.noise(), run.output()
+    with DisturbedRun(out, [*ray, "--resume", "--out", str(out)]) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+    assert weights_digest(out) == weights_digest(calm)
+    assert stored_rollouts(out) == stored_rollouts(calm)

@@ -16,7 +16,7 @@ import hosted_faults
 import pytest
 
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
-from nanorl.hosting.pool import HostingLimits, WorkerPool
+from nanorl.hosting.pool import MAX_STARTS, HostingLimits, WorkerPool
 from nanorl.hosting.reward import HostedReward
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -276,3 +276,18 @@ def test_limits_and_numbers_of_workers_must_be_positive() -> None:
         HostingLimits(deadline_s=0)
     with pytest.raises(ValueError, match="num_workers=0"):
         WorkerPool(EpisodeHost, num_workers=0)
+
+
+def test_a_worker_that_is_killed_while_it_loads_the_code_is_started_again(tmp_path: Path) -> None:
+    async def play(num_deaths: int) -> tuple[int, int]:
+        folder = tmp_path / str(num_deaths)
+        folder.mkdir()
+        arguments = (str(folder), num_deaths)
+        with WorkerPool(hosted_faults.DiesAtFirst, arguments, num_workers=1) as pool:
+            await pool.start()
+            return await pool.call("answer"), len(list(folder.iterdir()))
+
+    assert asyncio.run(play(MAX_STARTS - 1)) == (7, MAX_STARTS - 1)
+    with pytest.raises(ValueError, match=r"no worker could be started: .* killed by signal 9"):
+        asyncio.run(play(MAX_STARTS + 1))
+    assert len(list((tmp_path / str(MAX_STARTS + 1)).iterdir())) == MAX_STARTS

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, getting_ready
-from nanosched import ActorHandle, Scheduler
+from nanorl.roles.role import (
+    MOST_COLLAPSES,
+    MOST_FAILURES,
+    Pulse,
+    Role,
+    RoleLost,
+    getting_ready,
+    until_dead,
+)
+from nanosched import ActorHandle, Scheduler, WorkerDied
 
 START_S = 0.2
+HANG_S = 0.4
 
 
 class Sleepy:
@@ -113,3 +123,63 @@ def test_the_watch_of_a_role_that_cannot_be_started_again_ends_with_the_reason()
             role.close()
 
     asyncio.run(play())
+
+
+def test_the_fork_servers_death_is_not_counted_as_a_start_that_failed() -> None:
+    """Every start is cut off by it, more often than a role may fail of itself."""
+
+    async def play(num_collapses: int) -> int:
+        with Scheduler(backend="inline") as scheduler:
+            nursery = Nursery(scheduler, num_hanging=0)
+
+            async def start() -> ActorHandle[Sleepy]:
+                if scheduler.num_server_deaths < num_collapses:
+                    scheduler._backend.num_server_deaths += 1
+                    raise WorkerDied("Sleepy ended with the fork server")
+                return await nursery.start()
+
+            role = Role("store", "store", scheduler, start)
+            return await asyncio.wait_for(role.call(Sleepy.answer), 10)
+
+    assert MOST_COLLAPSES - 1 > MOST_FAILURES
+    assert asyncio.run(play(MOST_COLLAPSES - 1)) == 7
+    with pytest.raises(RoleLost, match=f"died {MOST_COLLAPSES} times while it started"):
+        asyncio.run(play(MOST_COLLAPSES))
+
+
+class Standing:
+    """Its process, which is the driver's too, stands still for longer than an answer may take; then
+    the answer is on its way for a while."""
+
+    async def beat(self) -> dict[str, float]:
+        time.sleep(1.5 * HANG_S)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return {"load": 1.0}
+
+
+class Mute:
+    async def beat(self) -> dict[str, float]:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+@pytest.mark.parametrize(("kind", "is_heard"), [(Standing, True), (Mute, False)])
+def test_a_driver_that_stood_still_takes_no_actor_for_dead(
+    kind: type[Standing | Mute], is_heard: bool
+) -> None:
+    async def play() -> bool:
+        with Scheduler(backend="inline") as scheduler:
+            heard = asyncio.Event()
+            pulse = Pulse(kind.beat, 0.01, HANG_S, lambda _: heard.set())
+            actor = scheduler.actor(kind).remote()
+            waits = {
+                asyncio.create_task(until_dead(scheduler, actor, pulse)),
+                asyncio.create_task(heard.wait()),
+            }
+            _, late = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for one in late:
+                one.cancel()
+            return heard.is_set()
+
+    assert asyncio.run(asyncio.wait_for(play(), 60)) == is_heard

@@ -573,3 +573,23 @@ def test_preloaded_modules_are_there() -> None:
             "import sys; print('sqlite3' in sys.modules, 'nanorl' in sys.modules)"
         )
         assert result.stdout == b"True False\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_worker_that_is_struck_while_it_starts_is_no_fault_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    start, struck = dispatch.Dispatcher._new_worker, []
+    monkeypatch.setattr(dispatch, "_START_LIMIT_S", 3.0)
+
+    def strike_the_first(self: dispatch.Dispatcher, slot: dispatch.WorkerSlot) -> object:
+        worker = start(self, slot)
+        if not struck:
+            struck.append(worker.pid)
+            os.kill(worker.pid, number)
+        return worker
+
+    monkeypatch.setattr(dispatch.Dispatcher, "_new_worker", strike_the_first)
+    with SandboxPool(SPEC) as pool:
+        assert pool.run_sync("print(6 * 7)").stdout == b"42\n"
+    assert len(struck) == 1 and wait_until_none(struck) == []

@@ -53,6 +53,16 @@ class Worker:
         return len(children_of(os.getppid()))
 
 
+class SlowStarter(Worker):
+    """Makes the file `begun` while it is constructed, and waits for one called `go` beside it."""
+
+    def __init__(self, begun: str) -> None:
+        super().__init__()
+        Path(begun).touch()
+        while not Path(begun).with_name("go").exists():
+            time.sleep(0.01)
+
+
 class Caller:
     """Uses a handle that it was given."""
 

@@ -18,9 +18,10 @@ from random import Random
 import numpy as np
 import pytest
 from host_processes import is_running
-from local_actors import Caller, Worker, children_of
+from local_actors import Caller, SlowStarter, Worker, children_of
 
 from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
+from nanosched.local import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # nothing here takes long; a machine under load may
@@ -179,6 +180,111 @@ def test_the_death_of_the_fork_server_ends_its_actors_and_not_the_scheduler(
         sched.get(worker.sleep.remote(1000.0), timeout_s=LIMIT_S)
     assert not is_running(pid)
     assert sched.get(sched.actor(Worker).remote().add.remote(), timeout_s=LIMIT_S) == 1
+
+
+def asked_again(sched: Scheduler, call: Callable[[], Future[int]]) -> int:
+    """Its result; one that the actor's death cuts off is made again."""
+    for _ in range(20):
+        with suppress(WorkerDied):
+            return sched.get(call(), timeout_s=LIMIT_S)
+    raise AssertionError("it died again and again")
+
+
+def kill_the_server() -> None:
+    server = the_server()
+    os.kill(server, signal.SIGKILL)
+    assert eventually(lambda: not is_running(server))  # its actors have been sent their signals
+
+
+def the_server() -> int:
+    (server,) = children_of(os.getpid())
+    return server
+
+
+def test_a_stopped_fork_server_is_told_to_go_on_and_no_actor_notices(sched: Scheduler) -> None:
+    worker = sched.actor(Worker).remote()
+    sched.get(worker.add.remote())
+    server = the_server()
+    os.kill(server, signal.SIGSTOP)
+    other = sched.actor(Worker).remote()
+    assert sched.get(other.add.remote(), timeout_s=LIMIT_S) == 1
+    assert sched.get(worker.add.remote(), timeout_s=LIMIT_S) == 2
+    assert the_server() == server and sched.num_server_deaths == 0
+
+
+def test_a_fork_server_that_hangs_is_replaced(
+    sched: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "FORK_TICKS", 2)  # ended before it is told to go on
+    worker = sched.actor(Worker, max_restarts=1).remote()
+    sched.get(worker.add.remote())
+    server = the_server()
+    os.kill(server, signal.SIGSTOP)
+    other = sched.actor(Worker, max_restarts=1).remote()
+    assert asked_again(sched, other.add.remote) == 1
+    assert asked_again(sched, worker.add.remote) == 1  # a new life: it was its child
+    assert the_server() != server and not is_running(server)
+    assert sched.num_server_deaths == 1
+
+
+def test_the_death_of_the_fork_server_costs_no_actor_a_restart(
+    sched: Scheduler, tmp_path: Path
+) -> None:
+    """While they start and later: two deaths of it, and then one of each actor's own."""
+    workers = [sched.actor(Worker, max_restarts=1).remote() for _ in range(2)]
+    starting = sched.actor(SlowStarter, max_restarts=1).remote(str(tmp_path / "begun"))
+    sched.get([worker.add.remote() for worker in workers])
+    assert eventually((tmp_path / "begun").exists)
+    kill_the_server()
+    (tmp_path / "go").touch()
+    actors = [starting, *workers]
+    for actor in actors:
+        assert asked_again(sched, actor.pid.remote)
+    kill_the_server()
+    pids = [asked_again(sched, actor.pid.remote) for actor in actors]
+    assert sched.num_server_deaths == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    lives = [asked_again(sched, actor.pid.remote) for actor in actors]
+    assert not set(lives) & set(pids)
+    for pid in lives:
+        os.kill(pid, signal.SIGKILL)
+    deaths = [sched.get(sched.death(actor), timeout_s=LIMIT_S) for actor in actors]
+    assert all(death.endswith("was killed by signal 9") for death in deaths)
+
+
+IMPORTING_DRIVER = """
+import os
+from local_actors import children_of
+from nanosched import Scheduler
+with Scheduler(backend="local", preload=["endless_module"]) as sched:
+    print(*children_of(os.getpid()), flush=True)
+    sched.get(sched.death(sched.actor(dict).remote()))
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["importing", "stopped"])
+def test_a_killed_driver_leaves_no_fork_server_whatever_that_is_doing(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "endless_module.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(1000)\n"
+    )
+    program = f"import sys; sys.path.append({str(tmp_path)!r})\n{IMPORTING_DRIVER}"
+    with program_of(program) as driver:
+        assert driver.stdout is not None
+        server = int(driver.stdout.readline())
+        assert eventually(begun.exists)
+        if is_stopped:
+            os.kill(server, signal.SIGSTOP)
+        driver.kill()
+        driver.wait()
+        try:
+            assert eventually(lambda: not is_running(server))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)
 
 
 def test_segments_are_reused(sched: Scheduler) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,63 @@ def test_a_private_ray_can_be_reached_from_this_machine_only(tmp_path: Path) -> 
         driver.stdin.close()
     assert addresses
     assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+LOST_DRIVER = """
+import asyncio, sys
+from contract_actors import Counter
+from nanosched import Resources, Scheduler, SchedulerLost
+
+async def main(sched):
+    counter = sched.actor(Counter).remote()
+    await counter.call(Counter.add, 1)
+    death = asyncio.ensure_future(awaited(sched.death(counter)))
+    print("started", flush=True)
+    await asyncio.wait({death})
+    errors = [death.exception()]
+    for call in (lambda: counter.call(Counter.add, 1), lambda: sched.actor(Counter).remote()):
+        try:
+            await call()
+        except SchedulerLost as error:
+            errors.append(error)
+    print(*{str(error) for error in errors if isinstance(error, SchedulerLost)}, len(errors))
+
+async def awaited(future):
+    return await future
+
+with Scheduler(backend="ray", resources=Resources(num_cpus=2)) as sched:
+    asyncio.run(main(sched))
+"""
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_end_of_rays_own_processes_is_one_clear_error(name: str, tmp_path: Path) -> None:
+    folder = str(Path(__file__).parent)
+    path = os.pathsep.join([folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": path}
+    with subprocess.Popen(
+        [sys.executable, "-c", LOST_DRIVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as driver:
+        assert driver.stdout
+        lines = iter(driver.stdout.readline, "")
+        assert any(line == "started\n" for line in lines)
+        (victim,) = [pid for pid in descendants(driver.pid) if named(pid) == name]
+        os.kill(victim, signal.SIGKILL)
+        (said,) = [line for line in lines if "--resume" in line]
+        assert driver.wait() == 1
+    assert said.startswith(f"Ray's {name} has ended, and without it no process can be started")
+    assert said.endswith(" 3\n"), "the death, the call and the new actor"
+
+
+def named(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def test_a_process_has_one_connection(private_ray: Scheduler) -> None:
