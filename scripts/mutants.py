@@ -250,7 +250,9 @@ def read_list(path: Path) -> list[Mutant]:
 def tests_of(mutant: Mutant) -> list[str]:
     """The test files of a bug, the nearest first."""
     tests = list(AREAS[mutant.area].tests)
-    near = next((test for start, test in NEAR.items() if mutant.mutation.file.startswith(start)), "")
+    near = next(
+        (test for start, test in NEAR.items() if mutant.mutation.file.startswith(start)), ""
+    )
     if near in tests:
         tests.sort(key=lambda test: test != near)
     return [os.path.normpath(f"tests/nanorl/{test}.py") for test in tests]

@@ -220,7 +220,9 @@ def _scopes(node: ast.AST, scope: _Scope) -> Iterator[_Scope]:
         yield from _scopes(child, inner)
 
 
-def _walk(source: _Source, node: ast.AST, scope: _Scope, name: str) -> Iterator[tuple[_Scope, _Edit]]:
+def _walk(
+    source: _Source, node: ast.AST, scope: _Scope, name: str
+) -> Iterator[tuple[_Scope, _Edit]]:
     """Every edit at or below a node; `name` is what its value is given to."""
     for edit in _edits(source, node, name):
         yield scope, edit
