@@ -17,6 +17,7 @@ Left out: changes of two places at once, and running tests (mutants.py).
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -354,7 +355,7 @@ def _of_step(source: _Source, node: ast.AST, name: str) -> Iterator[_Edit]:
 def _of_boolean(source: _Source, node: ast.AST, name: str) -> Iterator[_Edit]:
     assert isinstance(node, ast.BoolOp)
     pair = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-    for left, right in zip(node.values, node.values[1:], strict=False):
+    for left, right in itertools.pairwise(node.values):
         yield from _swapped(source, "boolean", left, right, pair)
 
 
@@ -388,7 +389,7 @@ def _of_call(source: _Source, node: ast.AST, name: str) -> Iterator[_Edit]:
     if name == "raise":
         return
     plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-    for left, right in zip(plain, plain[1:], strict=False):
+    for left, right in itertools.pairwise(plain):
         one, other = source.cut(left), source.cut(right)
         if one != other:
             between = source.data[source.span(left)[1] : source.span(right)[0]].decode()
