@@ -141,3 +141,35 @@ def test_a_small_cache_is_not_made_to_forget() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="concurrency=-1"):
         ConcurrencyLimit(-1)
+
+
+def test_a_rollout_that_ends_while_it_waits_between_turns_gives_its_place_back_once() -> None:
+    async def scenario() -> None:
+        limit = ConcurrencyLimit()
+        begun, gate = [], asyncio.Event()
+
+        async def play(name: int) -> None:
+            async with limit.place() as place:
+                begun.append(name)
+                await gate.wait()
+                await place.make_room()
+
+        players = [asyncio.create_task(play(name)) for name in range(3)]
+        await asyncio.sleep(0)
+        limit.most = 2  # three play: the first that comes to the end of a turn has to wait
+        gate.set()
+        waits = asyncio.create_task(play(3))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        players[0].cancel()
+        await asyncio.gather(*players, waits, return_exceptions=True)
+        assert limit.take_counts()["playing_max"] == 3
+        gate.clear()
+        late = [asyncio.create_task(play(name)) for name in range(10, 13)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert begun[-2:] == [10, 11]  # two places, none more and none less
+        gate.set()
+        await asyncio.gather(*late)
+
+    asyncio.run(scenario())
