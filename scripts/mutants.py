@@ -55,7 +55,7 @@ AHEAD = (
     *("uvicorn", "httpx", "pydantic", "nanoengine.engine", "nanoinfer.async_engine"),
     *("nanoinfer.server.app", "nanoengine.model.tokenizer"),
 )
-NUM_NEAR = 2  # test files that are asked of every bug before any bug is asked of the others
+NUM_NEAR = 1  # test file that every bug is asked of before any is asked of the others
 FIRST_LINE = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\n]*?)?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -330,7 +330,7 @@ class Copy:
             os.dup2(log.fileno(), 2)
         import pytest
 
-        options = ("-x", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-rfE")
+        options = ("-x", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--timeout=100")
         status = 70
         try:
             status = int(pytest.main([*options, *tests]))
@@ -368,8 +368,9 @@ def outcome_of(mutant: Mutant, tests: Sequence[str], copy: Copy) -> dict[str, ob
     return {"outcome": outcome, "killed_by": failed, "seconds": seconds}
 
 
-def run(mutants: Sequence[Mutant], rows: Path, round_name: str) -> None:
-    """Add a line to `rows` for each bug that has none of this round and was not killed before."""
+def run(mutants: Sequence[Mutant], rows: Path, round_name: str, first: Mapping[str, str]) -> None:
+    """Add a line to `rows` for each bug that has none of this round and was not killed before.
+    `first` are tests that are asked before all others, by the bug's id."""
     last = last_rows(rows)
     done = {
         id
@@ -383,7 +384,8 @@ def run(mutants: Sequence[Mutant], rows: Path, round_name: str) -> None:
         copy.import_ahead()
         open_ones = []
         for mutant in wanted:
-            row = outcome_of(mutant, tests_of(mutant)[:NUM_NEAR], copy)
+            likely = [first[mutant.id]] if mutant.id in first else []
+            row = outcome_of(mutant, [*likely, *tests_of(mutant)[:NUM_NEAR]], copy)
             if row["outcome"] == "survived":
                 open_ones.append(mutant)
                 print(f"{mutant.id} is open", flush=True)
@@ -463,6 +465,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="ID", help="of these bugs alone")
     parser.add_argument("--round", default="before", help="a word for the tests as they are now")
     parser.add_argument("--rows", type=Path, help="one line of JSON for each bug that was run")
+    parser.add_argument("--first", type=Path, help="JSON: the test to begin with, by a bug's id")
     parser.add_argument("--figures", action="store_true", help="write what `--rows` comes to")
     today = datetime.date.today().isoformat()
     parser.add_argument("--out", type=Path, default=ROOT / f"benchmarks/mutants_{today}.json")
@@ -474,7 +477,8 @@ def main() -> None:
     if given.run:
         mutants = read_list(given.list)
         wanted = [one for one in mutants if not given.only or one.id in given.only]
-        run(wanted, given.rows, given.round)
+        first = json.loads(given.first.read_text()) if given.first else {}
+        run(wanted, given.rows, given.round, first)
     if given.figures:
         write_figures(read_list(given.list), given.rows, given.out)
 
