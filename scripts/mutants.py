@@ -55,7 +55,7 @@ AHEAD = (
     *("uvicorn", "httpx", "pydantic", "nanoengine.engine", "nanoinfer.async_engine"),
     *("nanoinfer.server.app", "nanoengine.model.tokenizer"),
 )
-NUM_NEAR = 1  # test file that every bug is asked of before any is asked of the others
+NUM_STAGES = 3
 FIRST_LINE = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\n]*?)?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -275,6 +275,13 @@ def tests_of(mutant: Mutant) -> list[str]:
     return [os.path.normpath(f"tests/nanorl/{test}.py") for test in tests]
 
 
+def stages_of(mutant: Mutant, first: Mapping[str, str]) -> tuple[list[str], ...]:
+    """What is asked of a bug, while all bugs go through one stage before any enters the next."""
+    likely = [first[mutant.id]] if mutant.id in first else []
+    tests = tests_of(mutant)
+    return likely, tests[:1], tests[1:]
+
+
 class Copy:
     """A copy of the working tree, in which one bug at a time is planted."""
 
@@ -382,18 +389,15 @@ def run(mutants: Sequence[Mutant], rows: Path, round_name: str, first: Mapping[s
         os.chmod(folder, 0o755)  # some tests run as another user
         copy = Copy(Path(folder))
         copy.import_ahead()
-        open_ones = []
-        for mutant in wanted:
-            likely = [first[mutant.id]] if mutant.id in first else []
-            row = outcome_of(mutant, [*likely, *tests_of(mutant)[:NUM_NEAR]], copy)
-            if row["outcome"] == "survived":
-                open_ones.append(mutant)
-                print(f"{mutant.id} is open", flush=True)
-            else:
-                add_row(rows, {"id": mutant.id, "round": round_name} | row)
-        for mutant in open_ones:
-            row = outcome_of(mutant, tests_of(mutant)[NUM_NEAR:], copy)
-            add_row(rows, {"id": mutant.id, "round": round_name} | row)
+        for stage in range(NUM_STAGES):
+            is_last = stage == NUM_STAGES - 1
+            for mutant in wanted[:]:
+                tests = stages_of(mutant, first)[stage]
+                row = outcome_of(mutant, tests, copy)
+                if row["outcome"] != "survived" or is_last:
+                    wanted.remove(mutant)
+                    add_row(rows, {"id": mutant.id, "round": round_name} | row)
+            print(f"open after stage {stage}:", *(one.id for one in wanted), flush=True)
         confirm(rows, copy)
 
 
