@@ -87,7 +87,7 @@ AREAS = {
         tests=(
             *("test_recording_server", "test_endpoint_messages", "test_endpoint_responses"),
             *("test_recording", "test_endpoint_abuse", "test_trajectories", "test_agent_clients"),
-            *("test_agent_command", "test_turn_tokens", "test_verifiers_env"),
+            *("test_agent_command", "test_turn_tokens", "test_verifiers_env", "test_api_agent"),
         ),
     ),
     "service": Area(
@@ -139,7 +139,7 @@ AREAS = {
         tests=(
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
             *("test_endpoint_responses", "test_endpoint_messages", "test_endpoint_abuse"),
-            *("test_trajectories", "test_agent_command", "test_verifiers_env"),
+            *("test_trajectories", "test_agent_command", "test_verifiers_env", "test_api_agent"),
         ),
     ),
 }
