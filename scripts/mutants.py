@@ -74,6 +74,7 @@ AREAS = {
         # Machines that lack their programs skip the tests of these: scripts/test_sandboxes.sh.
         left_out=("gvisor.py", "microvm.py", "guest.py", "oci.py"),
         tests=(
+            *("test_read_limits",),
             *("test_session", "test_sandbox_pool", "test_sandbox_backends", "test_sandbox_outcome"),
             *("test_sandbox_usage", "test_sandbox_seccomp", "test_session_grading", "test_tools"),
             *("test_sandbox_auto", "test_sandbox_wasm", "test_wasi_calls", "test_wasm_module"),
@@ -85,6 +86,7 @@ AREAS = {
         files=("nanorl/endpoint/*.py", "nanorl/endpoint/dialects/*.py"),
         left_out=("recording.py",),
         tests=(
+            *("test_chat_form", "test_episode_report", "test_unreadable_arguments"),
             *("test_recording_server", "test_endpoint_messages", "test_endpoint_responses"),
             *("test_recording", "test_endpoint_abuse", "test_trajectories", "test_agent_clients"),
             *("test_agent_command", "test_turn_tokens", "test_verifiers_env", "test_api_agent"),
@@ -93,6 +95,7 @@ AREAS = {
     "service": Area(
         files=("nanorl/training_service/*.py",),
         tests=(
+            *("test_sampling_requests",),
             *("test_training_service", "test_training_service_losses"),
             *("test_training_service_faults", "test_training_service_cookbook"),
             *("test_training_service_page",),
@@ -101,6 +104,7 @@ AREAS = {
     "store": Area(
         files=("nanorl/store/*.py",),
         tests=(
+            *("test_store_places",),
             *("test_store", "test_store_slices", "test_store_blobs", "test_store_postgres"),
             *("test_replay_parts", "test_store_commands", "test_viewer", "test_run_resume"),
             *("test_replay", "test_trajectories"),
@@ -119,6 +123,7 @@ AREAS = {
             *("nanosched/local/*.py", "nanosched/ledger.py"),
         ),
         tests=(
+            *("../nanosched/test_without_numpy",),
             *("test_role", "../nanosched/test_local_processes", "../nanosched/test_contract"),
             *("../nanosched/test_resources", "../nanosched/test_typed_calls", "test_placement"),
             *("../nanosched/test_bounded_queue", "../nanosched/test_shared_buffer", "test_work"),
@@ -128,6 +133,7 @@ AREAS = {
     "batching": Area(
         files=("nanorl/batching.py", "nanorl/flow/*.py"),
         tests=(
+            *("test_observed_tokens",),
             *("test_batching", "test_transfer_queue", "test_staleness", "test_curriculum"),
             *("test_concurrency", "test_async_training", "test_learner", "test_branches"),
             *("test_tree_training", "test_hierarchical", "test_top_k", "test_self_distillation"),
@@ -137,6 +143,7 @@ AREAS = {
     "recorder": Area(
         files=("nanorl/endpoint/recording.py", "nanorl/http_record/*.py"),
         tests=(
+            *("test_recorded_episodes",),
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
             *("test_endpoint_responses", "test_endpoint_messages", "test_endpoint_abuse"),
             *("test_trajectories", "test_agent_command", "test_verifiers_env", "test_api_agent"),
