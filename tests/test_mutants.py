@@ -117,3 +117,22 @@ def test_the_list_has_sixty_bugs_of_eight_areas_beside_equivalents_with_a_reason
         assert any(Path(row["file"]).match(glob) for glob in area.files)
         for test in mutants.tests_of(mutants.Mutant.of(row)):
             assert (mutants.ROOT / test).is_file(), test
+
+
+def test_the_figures_are_of_the_last_line_on_each_bug(tmp_path: Path) -> None:
+    listed = mutants.read_list(mutants.LIST)
+    real = [one.id for one in listed if not one.equivalent]
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "figures.json"
+    told = [
+        {"id": real[0], "round": "before", "outcome": "survived", "killed_by": None},
+        {"id": real[1], "round": "before", "outcome": "killed", "killed_by": "a.py::test_a"},
+        {"id": real[2], "round": "before", "outcome": "doubted", "killed_by": "a.py::test_b"},
+        {"id": real[0], "round": "after", "outcome": "killed", "killed_by": "a.py::test_c"},
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    mutants.write_figures(listed, rows, out)
+    figures = json.loads(out.read_text())
+    assert figures["bugs"] == len(figures["rows"]) == 60
+    assert figures["killed_in_round"] == {"after": 1, "before": 1}
+    assert figures["survived"] == real[2:]  # doubted and not run are not killed
+    assert all(figures["equivalent"][one.id] for one in listed if one.equivalent)
