@@ -141,3 +141,35 @@ def test_a_small_cache_is_not_made_to_forget() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="concurrency=-1"):
         ConcurrencyLimit(-1)
+
+
+def test_a_rollout_that_ends_while_it_waits_between_turns_gives_its_place_back_once() -> None:
+    async def scenario() -> None:
+        limit, begun = ConcurrencyLimit(), []
+        turn, end = asyncio.Event(), asyncio.Event()
+
+        async def play(name: int) -> None:
+            async with limit.place() as place:
+                begun.append(name)
+                if name == 0:
+                    await turn.wait()
+                    await place.make_room()
+                await end.wait()
+
+        players = [asyncio.create_task(play(name)) for name in range(3)]
+        await asyncio.sleep(0)
+        limit.most = 2  # three play: the first to end a turn has to wait
+        turn.set()
+        await asyncio.sleep(0)
+        players[0].cancel()
+        await asyncio.wait({players[0]})
+        assert players[0].cancelled() and not limit.has_place()
+        late = asyncio.create_task(play(3))
+        await asyncio.sleep(0)
+        assert begun == [0, 1, 2]  # the two that were left fill it
+        end.set()
+        await asyncio.gather(*players[1:], late)
+        assert begun == [0, 1, 2, 3] and limit.take_counts()["playing_max"] == 3
+        assert limit.take_counts()["playing_max"] == 0  # nobody plays, and nobody is counted twice
+
+    asyncio.run(scenario())

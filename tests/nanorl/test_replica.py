@@ -161,3 +161,28 @@ def test_a_replica_of_two_ranks_says_what_one_says(pool: WorkerPool, tmp_path: P
         assert output.logps == pytest.approx(expected.logps, abs=1e-4)
     assert [set(output.versions) for output in outputs] == [{0}] * 4 + [{3}]
     assert nothing == []
+
+
+def test_a_replica_ends_the_engine_that_it_made_and_leaves_the_one_that_it_was_given(
+    tmp_path: Path,
+) -> None:
+    save_folder(tmp_path)
+    recipe = ReplicaRecipe(folder=tmp_path, infer=InferConfig(num_blocks=64), device="cpu")
+
+    async def ends_a_call(replica: Replica) -> bool:
+        """Whether closing ends a call that is under way."""
+        endless = SamplingParams(max_tokens=200, seed=7, ignore_eos=True)
+        call = asyncio.create_task(replica.generate([5, 6], endless))
+        while not replica.metrics()["sampled_tokens"]:
+            await asyncio.sleep(0)
+        await replica.close()
+        await asyncio.wait({call})
+        return call.cancelled()
+
+    async def main() -> tuple[bool, bool]:
+        generator = AsyncEngine(make_text_engine(), use_thread=False)
+        given = await ends_a_call(Replica(generator=generator))
+        await generator.close()
+        return await ends_a_call(Replica(recipe)), given
+
+    assert asyncio.run(main()) == (True, False)

@@ -183,3 +183,45 @@ def test_a_driver_that_stood_still_takes_no_actor_for_dead(
             return heard.is_set()
 
     assert asyncio.run(asyncio.wait_for(play(), 60)) == is_heard
+
+
+class Stuck:
+    """Answers until it is told to hang."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+
+    async def hang(self) -> None:
+        self.hangs = True
+
+    async def beat(self) -> dict[str, float]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return {"beats": 1.0}
+
+
+def test_an_actor_that_stops_answering_is_killed_replaced_and_the_reason_is_told() -> None:
+    async def play() -> None:
+        with Scheduler(backend="inline") as scheduler:
+            told: list[str] = []
+            replaced = asyncio.Event()
+
+            async def start() -> ActorHandle[Stuck]:
+                return scheduler.actor(Stuck).remote()
+
+            def tell(role: Role[Stuck], why: str) -> None:
+                told.append(why)
+                replaced.set()
+
+            role = Role("store", "store", scheduler, start, on_restart=tell)
+            first = await role.handle()
+            role.watch(Stuck.beat, every_s=0.01, hang_s=0.25)
+            await first.call(Stuck.hang)
+            await asyncio.wait_for(replaced.wait(), 30)
+            assert told == ["no answer for 0.25 s, so it was killed"]
+            assert await role.handle() is not first
+            assert "killed" in await scheduler.death(first)
+            assert await role.call(Stuck.beat) == {"beats": 1.0}
+            role.close()
+
+    asyncio.run(play())

@@ -222,9 +222,34 @@ def test_a_final_abort_is_an_answer() -> None:
     run(scenario)
 
 
-def test_a_router_refuses_sizes_that_mean_nothing() -> None:
-    with pytest.raises(ValueError, match="gate=-1"):
-        Router(gate=-1)
+@pytest.mark.parametrize("wrong", ["gate=-1", "block_size=0", "max_prefixes=-1"])
+def test_a_router_refuses_sizes_that_mean_nothing(wrong: str) -> None:
+    name, value = wrong.split("=")
+    with pytest.raises(ValueError, match=wrong):
+        Router(**{name: int(value)})
+    Router(gate=0, block_size=1, max_prefixes=0)
+
+
+def test_what_a_drain_cut_short_is_counted_once_a_request() -> None:
+    async def scenario() -> None:
+        router, replicas = make(1)
+        tasks = [
+            asyncio.create_task(router.generate([i] * 20, SamplingParams(max_tokens=20)))
+            for i in range(3)
+        ]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        replicas["r0"].is_drained = True
+        router.set_replicas(replicas | {"r1": FakeReplica()})
+        await asyncio.gather(*tasks)
+        counters = router.counters()
+        assert (counters["num_drained"], counters["num_lost"], counters["num_requests"]) == (
+            3,
+            0,
+            3,
+        )
+
+    run(scenario)
 
 
 # -- everything at once --------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""What a client of the training service asks a sampler for reaches the engine, field by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanoinfer.params import SamplingParams
+from nanorl.training_service.requests import SampleBody
+
+
+def params(asked: dict[str, Any], **fields: Any) -> SamplingParams:
+    body = SampleBody(
+        sampling_session_id="s", seq_id=0, prompt={"chunks": [{"tokens": [5]}]},
+        sampling_params=asked, **fields,
+    )  # fmt: skip
+    return body.params(room=40, seed=11)
+
+
+@pytest.mark.parametrize(
+    "asked, changed",
+    [
+        ({}, {}),
+        ({"max_tokens": 7}, {"max_tokens": 7}),
+        ({"seed": 0}, {"seed": 0}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"top_p": 0.25}, {"top_p": 0.25}),
+        ({"top_k": 3}, {"top_k": 3}),
+        ({"stop": "end"}, {"stop": ("end",), "ignore_eos": True}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b"), "ignore_eos": True}),
+        ({"stop": [2, 3]}, {"stop_token_ids": (2, 3), "ignore_eos": True}),
+    ],
+)
+def test_each_field_changes_its_own_and_no_other(
+    asked: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    plain = {"max_tokens": 40, "seed": 11, "logps_mode": "raw"}
+    assert params(asked) == SamplingParams(**{**plain, **changed})
+
+
+def test_log_probs_are_asked_for_by_the_larger_number() -> None:
+    both = params({}, topk_prompt_logprobs=2, topk_sample_logprobs=5, num_samples=3)
+    assert (both.top_logps, both.prompt_logps, both.n) == (5, True, 3)
+    assert not params({}, topk_sample_logprobs=5).prompt_logps
+    assert params({}, prompt_logprobs=True).prompt_logps
