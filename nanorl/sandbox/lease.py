@@ -162,7 +162,8 @@ class SessionDispatcher(Dispatcher):
             fail(execution, SandboxFailure(reason))
         lease.end()
 
-    def _on_start_failure(self, slot: WorkerSlot, reason: str) -> None:
+    def _on_start_failure(self, slot: WorkerSlot, reason: str, *, is_silent: bool = False) -> None:
+        """Also where another worker might start: what has begun in a session cannot move."""
         self.start_error = reason
         self._end_lease(slot, f"the session's worker does not start: {reason}")
 

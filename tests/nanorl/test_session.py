@@ -22,6 +22,7 @@ from nanorl.sandbox import (
     SandboxPool,
     SandboxSpec,
     canary,
+    dispatch,
     lease,
 )
 from nanorl.sandbox.jobs import _inside
@@ -491,6 +492,27 @@ def test_a_worker_that_does_not_start_is_a_failure_of_the_machinery(
         await (await pool.open_session()).close()
 
     asyncio.run(main())
+
+
+def test_a_worker_that_is_killed_while_it_starts_ends_its_session_alone(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = lease.SessionDispatcher._new_worker
+
+    def strike(self: lease.SessionDispatcher, slot: dispatch.WorkerSlot) -> object:
+        worker = start(self, slot)
+        os.kill(worker.pid, signal.SIGKILL)
+        return worker
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(lease.SessionDispatcher, "_new_worker", strike)
+            with pytest.raises(SandboxFailure, match="does not start"):
+                for _ in range(3):  # the first may still get the warm one
+                    await pool.open_session()
+        await (await pool.open_session()).close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_neighbour_whose_name_begins_alike_is_outside(tmp_path: Path) -> None:
