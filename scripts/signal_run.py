@@ -67,7 +67,7 @@ class HostedGuess(nanorl.Env):
 '''
 LOCAL = ("--cluster.backend", "local", "--rollout.replicas", "2")
 QUICK = (
-    *("--cluster.heartbeat-s", "0.5", "--cluster.hang-s", "8", "--cluster.start-s", "90"),
+    *("--cluster.heartbeat-s", "0.5", "--cluster.hang-s", "8", "--cluster.start-s", "60"),
     *("--monitor.restarts", "30"),
 )
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -180,14 +180,16 @@ class SignalledRun:
             self.restarts += tail.count("begins again from its newest checkpoint")
             if status == 0:
                 return
-            # A signal that comes before it is handled ends a process as it does everywhere.
-            if not told or status not in (-getattr(signal, told), INTERRUPTED):
+            # A signal that comes before it is handled ends a process as it does everywhere, or as
+            # Ray has it, with its number.
+            number = getattr(signal, told) if told else 0
+            if not told or status not in (-number, number, INTERRUPTED):
                 self.ended_by_itself.append(last_words(tail, status))
         raise RuntimeError(f"{self.out}: never finished")
 
     def torment(self, run: DisturbedRun, attempt: int) -> str:
         """The signal by which the driver was told to end, if it was."""
-        self.pause(run, self.random.uniform(2.0, 8.0) if attempt else self.random.uniform(0, 20))
+        self.pause(run, self.random.uniform(0.0, 8.0))
         while len(self.sent) < self.wanted and run.is_alive and run.now_s < RUN_S - 120:
             drawn = self.draw(run)
             if drawn is not None:
@@ -195,7 +197,7 @@ class SignalledRun:
                 was_struck = self.strike(run, kind, process, name, attempt)
                 if was_struck and kind == "driver" and name in ENDS_DRIVER:
                     return name
-            self.pause(run, self.random.choice((0.2, 3.0, 10.0)) * self.random.random())
+            self.pause(run, self.random.choice((0.2, 1.5, 6.0)) * self.random.random())
         while self.stopped and run.is_alive:
             self.pause(run, 0.2)
         return ""

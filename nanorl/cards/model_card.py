@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ def write_cards(config: RunConfig, summary: Mapping[str, Any], source: ModelSour
 
 def _commands(summary: Mapping[str, Any]) -> list[str]:
     """Each start of the run's process, in their order."""
-    events: Sequence[Mapping[str, Any]] = summary.get("history") or ()
+    events = [one for one in summary.get("history") or () if one["event"] != "restarted"]
     told = [str(event["command"]) for event in events] or [str(summary.get("command", ""))]
     return [_portable(command) for command in told if command]
 

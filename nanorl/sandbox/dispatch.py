@@ -30,7 +30,7 @@ from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
-_MAX_STARTS = 3
+MAX_STARTS = 3
 # Until then nobody looks at a program's output: what a short one prints fits into its pipes and is
 # read at its end, in one wake-up instead of four.
 _QUIET_S, _PIPE_BYTES = 0.01, 1 << 16
@@ -227,7 +227,7 @@ class Dispatcher:
         if execution is None:
             return
         execution.num_starts += 1
-        if is_silent and execution.num_starts < _MAX_STARTS:
+        if is_silent and execution.num_starts < MAX_STARTS:
             slot.execution = execution
         else:
             fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
@@ -353,7 +353,7 @@ class Dispatcher:
         """The worker died while nothing ran in it; that is not the next program's doing."""
         self._stop(slot)
         attempt.execution.num_starts += 1
-        if attempt.execution.num_starts < _MAX_STARTS:
+        if attempt.execution.num_starts < MAX_STARTS:
             slot.execution = attempt.execution
         else:
             fail(attempt.execution, SandboxFailure("sandbox workers die while they wait"))

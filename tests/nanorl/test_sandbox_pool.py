@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_processes import is_running
@@ -28,7 +29,9 @@ from nanorl.sandbox import (
     SandboxPool,
     SandboxSpec,
     SandboxUnavailable,
+    bwrap,
     dispatch,
+    lease,
     memory,
 )
 from nanorl.sandbox.interpreter import find_python
@@ -579,17 +582,28 @@ def test_preloaded_modules_are_there() -> None:
 def test_a_worker_that_is_struck_while_it_starts_is_no_fault_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    start, struck = dispatch.Dispatcher._new_worker, []
+    """Of the pool's own workers, and of those that keep a session."""
+    start, struck = bwrap.BwrapWorker, dict[bool, int]()
     monkeypatch.setattr(dispatch, "_START_LIMIT_S", 3.0)
 
-    def strike_the_first(self: dispatch.Dispatcher, slot: dispatch.WorkerSlot) -> object:
-        worker = start(self, slot)
-        if not struck:
-            struck.append(worker.pid)
+    def strike_the_first(*arguments: Any) -> bwrap.BwrapWorker:
+        worker = start(*arguments)
+        is_session = len(arguments) > 5
+        if is_session not in struck:
+            struck[is_session] = worker.pid
             os.kill(worker.pid, number)
         return worker
 
-    monkeypatch.setattr(dispatch.Dispatcher, "_new_worker", strike_the_first)
+    async def play(pool: SandboxPool) -> bytes:
+        session = await pool.open_session()
+        try:
+            return (await session.run("print(6 * 7)", 5.0)).stdout
+        finally:
+            await session.close()
+
+    monkeypatch.setattr(dispatch, "BwrapWorker", strike_the_first)
+    monkeypatch.setattr(lease, "BwrapWorker", strike_the_first)
     with SandboxPool(SPEC) as pool:
         assert pool.run_sync("print(6 * 7)").stdout == b"42\n"
-    assert len(struck) == 1 and wait_until_none(struck) == []
+        assert asyncio.run(play(pool)) == b"42\n"
+    assert set(struck) == {False, True} and wait_until_none(list(struck.values())) == []
