@@ -14,7 +14,15 @@ from contextlib import suppress
 
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
-from nanorl.sandbox.dispatch import Attempt, Dispatcher, State, WorkerSlot, fail, succeed
+from nanorl.sandbox.dispatch import (
+    MAX_STARTS,
+    Attempt,
+    Dispatcher,
+    State,
+    WorkerSlot,
+    fail,
+    succeed,
+)
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import blame
 
@@ -41,6 +49,7 @@ class _Place(WorkerSlot):
     """A slot that a lease may hold."""
 
     lease: SessionLease | None = None
+    num_starts = 0  # that came to nothing
 
 
 class SessionDispatcher(Dispatcher):
@@ -163,8 +172,12 @@ class SessionDispatcher(Dispatcher):
         lease.end()
 
     def _on_start_failure(self, slot: WorkerSlot, reason: str, *, is_silent: bool = False) -> None:
-        """Also where another worker might start: what has begun in a session cannot move."""
+        assert isinstance(slot, _Place), "all slots are made in _add_place"
         self.start_error = reason
+        slot.num_starts += 1
+        if is_silent and slot.num_starts < MAX_STARTS:  # it was killed or stopped: another one
+            self._stop(slot)
+            return
         self._end_lease(slot, f"the session's worker does not start: {reason}")
 
     def _on_idle_end(self, slot: WorkerSlot) -> None:
