@@ -222,7 +222,9 @@ def status(run: Path) -> dict[str, Any]:
     try:
         access = json.loads((run / "monitor.json").read_text())
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(access["url"] + "/status", timeout=30) as response:
+        key = {"Authorization": f"Bearer {access['token']}"}
+        request = urllib.request.Request(access["url"] + "/status", headers=key)
+        with opener.open(request, timeout=30) as response:
             return json.load(response)
     except (OSError, ValueError):
         return {}
