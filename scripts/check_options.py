@@ -61,7 +61,7 @@ KEPT = (
         "task-fields",
         "env",
         *("reward", "rl.algorithm.reward-parts"),
-        "agent.loop",
+        *("agent.loop", "agent.scorer-key-file"),
         "agent.template-args",
         "lora.targets",
         "store",
