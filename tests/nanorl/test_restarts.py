@@ -143,6 +143,7 @@ def test_without_restarts_such_a_run_ends_and_says_how_to_go_on(tmp_path: Path) 
 
 
 @sandboxed
+@pytest.mark.timeout(900)  # Ray starts eight times
 def test_a_run_on_ray_begins_again_too_with_a_ray_of_its_own(calm: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     out = tmp_path / "run"
@@ -151,9 +152,8 @@ def test_a_run_on_ray_begins_again_too_with_a_ray_of_its_own(calm: Path, tmp_pat
     with DisturbedRun(out, [*OPTIONS, *ray, "--out", str(out)]) as run:
 
         def has_begun_again() -> bool:
-            actors = [p for p in descendants(run.driver.pid) if p.name.startswith("ray::Async")]
-            for process in actors if run.step() >= 1 else ():
-                if process.pid not in seen:
+            for process in descendants(run.driver.pid) if run.step() >= 1 else ():
+                if process.name.startswith("ray::Async") and process.pid not in seen:
                     seen.add(process.pid)
                     os.kill(process.pid, signal.SIGKILL)
             return AGAIN in run.output()
