@@ -56,6 +56,7 @@ from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 # How often a wait for results looks after futures that only callbacks wait for, such as deaths.
 LOOK_S = 0.1
+MOST_STARTS, LATE = 3, "timed out during startup"
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection; Ray itself asks for minutes
 
 
@@ -455,7 +456,23 @@ def _leave() -> None:
 
 
 def _start_ray(resources: Resources, folder: Path) -> None:
-    """A Ray of this machine alone, for this process alone."""
+    """A Ray of this machine alone, for this process alone. Ray gives its raylet 30 s to come up,
+    which a busy machine exceeds: then once more. What came too late ends with this process."""
+    for attempt in range(1, MOST_STARTS + 1):
+        try:
+            _start_ray_once(resources, folder)
+            return
+        except Exception as error:  # Ray's own kind for this; all else is raised again
+            if LATE not in str(error):
+                raise
+            if attempt == MOST_STARTS:
+                raise SchedulerLost(
+                    f"Ray did not come up, {attempt} times: {error} See to it that this machine "
+                    "has cores and memory left, or leave it to --cluster.backend local"
+                ) from error
+
+
+def _start_ray_once(resources: Resources, folder: Path) -> None:
     with _loopback(), _without_chatter():
         ray.init(
             "local",

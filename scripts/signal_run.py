@@ -189,7 +189,11 @@ class SignalledRun:
 
     def torment(self, run: DisturbedRun, attempt: int) -> str:
         """The signal by which the driver was told to end, if it was."""
-        self.pause(run, self.random.uniform(0.0, 8.0))
+        # Half of all drivers are left alone until they train: a start takes most of a short run.
+        begin = run.step() + 1 if self.random.random() < 0.5 else 0
+        while run.is_alive and run.step() < begin and run.now_s < RUN_S / 2:
+            self.pause(run, 0.1)
+        self.pause(run, self.random.uniform(0.0, 8.0 if begin == 0 else 2.0))
         while len(self.sent) < self.wanted and run.is_alive and run.now_s < RUN_S - 120:
             drawn = self.draw(run)
             if drawn is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from nanosched import WorkerDied
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
-    from fault_run import SMALL, DisturbedRun, check
+    from fault_run import SMALL, DisturbedRun, check, descendants, weights_digest
 finally:
     sys.path.pop(0)
 
@@ -139,3 +140,25 @@ def test_without_restarts_such_a_run_ends_and_says_how_to_go_on(tmp_path: Path) 
         assert run.wait(LIMIT_S) != 0
         assert AGAIN not in run.output()
         assert not any(run.leftovers().values()), run.leftovers()
+
+
+@sandboxed
+@pytest.mark.timeout(900)  # Ray starts eight times
+def test_a_run_on_ray_begins_again_too_with_a_ray_of_its_own(calm: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    out = tmp_path / "run"
+    ray = ("--cluster.backend", "ray", "--rollout.replicas", "1")
+    seen: set[int] = set()
+    with DisturbedRun(out, [*OPTIONS, *ray, "--out", str(out)]) as run:
+
+        def has_begun_again() -> bool:
+            for process in descendants(run.driver.pid) if run.step() >= 1 else ():
+                if process.name.startswith("ray::Async") and process.pid not in seen:
+                    seen.add(process.pid)
+                    os.kill(process.pid, signal.SIGKILL)
+            return AGAIN in run.output()
+
+        await_true(run, has_begun_again)
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert not run.noise(), run.output()
+    assert weights_digest(out) == weights_digest(calm)
