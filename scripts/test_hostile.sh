@@ -1,27 +1,41 @@
 #!/usr/bin/env bash
 # The hostile suite: programs that attack their sandbox, the guard of their box, the grader and the
-# verifier. As whoever runs this and, where that is root, once more as a plain user, from a copy that
-# every user can read and with a home and a temporary folder of its own. Prints both counts; arguments
-# go to pytest. Under three minutes on two quiet cores.
+# verifier; floods and forged rewards of agents; strangers among the ranks; runs, stores and models of
+# somebody else. As whoever runs this and, where that is root, the programs once more as a plain user,
+# from a copy that every user can read and with a home and a temporary folder of its own. (The others
+# need the project's own packages, which a plain user cannot read in root's home; there the stranger is
+# another user as it is.) Prints both counts; arguments go to pytest.
 #   bash scripts/test_hostile.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 setup_env dev
 
-FILES=(
+PROGRAMS=(
     tests/nanorl/test_sandbox_hostile.py
     tests/nanorl/test_agent_box.py
     tests/nanorl/test_grading_forgeries.py
     tests/nanorl/test_session_grading.py
+)
+OTHERS=(
+    tests/nanorl/test_endpoint_rewards.py
+    tests/nanorl/test_endpoint_flood.py
+    tests/nanorl/test_foreign_rank.py
+    tests/nanoengine/test_meeting.py
+    tests/nanoengine/test_peer_proof.py
+    tests/nanoinfer/test_led_messages.py
+    tests/nanorl/test_training_service_clients.py
+    tests/nanorl/test_foreign_runs.py
+    tests/nanorl/test_foreign_stores.py
+    tests/nanoengine/test_foreign_files.py
 )
 NOBODY=65534
 RUN=(-m pytest -q -p no:cacheprovider "$@")
 
 as_root() { # or as whoever runs this
     # What that file does itself for a plain user is done below, with all others.
-    local own="${FILES[0]}::test_the_whole_suite_holds_for_a_plain_user"
-    "$PYTHON" "${RUN[@]}" --deselect "$own" "${FILES[@]}"
+    local own="${PROGRAMS[0]}::test_the_whole_suite_holds_for_a_plain_user"
+    "$PYTHON" "${RUN[@]}" --deselect "$own" "${PROGRAMS[@]}" "${OTHERS[@]}"
 }
 
 lay_out() { # a copy of what the tests need, in the folder $1
@@ -65,7 +79,7 @@ as_plain_user() { # in the folder $1; nothing is inherited but what is named her
     cd "$1"
     # Without the tests' conftest.py, which needs torch, and so without its list of marks.
     "${plain[@]}" "$python" "${RUN[@]}" --noconftest -c /dev/null --rootdir "$1" --timeout 300 \
-        -W ignore::pytest.PytestUnknownMarkWarning "${FILES[@]}"
+        -W ignore::pytest.PytestUnknownMarkWarning "${PROGRAMS[@]}"
 }
 
 if [ "$(id -u)" != 0 ]; then
