@@ -150,7 +150,9 @@ def named_options(folder: Path) -> dict[str, Any]:
     if options is None and (folder / "eval.json").is_file():
         options = Evaluation.read(folder / "eval.json").about.get("options")
     if options is None:
-        raise ValueError(f"{folder}: is not the folder of a run or of an evaluation")
+        raise ValueError(
+            f"{folder}: is not the folder of a run or of an evaluation: it has no config.json"
+        )
     return options
 
 

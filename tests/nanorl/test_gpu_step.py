@@ -193,9 +193,9 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
     seen = []
 
     class Watch(Learner):
-        def train_on(self, groups: Any, scores: Any = ()) -> dict[str, Any]:
+        def train_on(self, *arguments: Any) -> dict[str, Any]:
             seen.append(rollout_engine._runner.cache.is_asleep)
-            return super().train_on(groups, scores)
+            return super().train_on(*arguments)
 
     for max_staleness in (0, 1):
         rollout_engine = LLMEngine(make_model(), InferConfig())

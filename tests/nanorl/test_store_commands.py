@@ -73,7 +73,7 @@ def test_rollouts_are_dropped_and_still_counted(file, capsys):
 def test_wrong_words_are_one_line(file, capsys, tmp_path):
     for words, why in (
         ([file, "--where", "turn=two"], "'two' is not a whole number"),
-        ([file, "--expire-days", "0"], "days=0.0: give more than 0"),
+        ([file, "--expire-days", "0"], "--expire-days 0.0: must be more than 0"),
         ([tmp_path], "is not a run's folder"),
     ):
         assert cli.main(["store", *map(str, words)]) == 2

@@ -10,6 +10,7 @@ from test_store import make_rollout
 
 from nanorl.store import RolloutStore
 from nanorl.store.address import TRAINING_FILE, training_store
+from nanorl.trust import remember
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -21,6 +22,9 @@ ELSEWHERE = "postgresql://somebody@host/database?run=one"
 def test_the_runs_option_goes_before_its_folder_and_an_empty_folder_is_named(
     tmp_path: Path,
 ) -> None:
+    with pytest.raises(ValueError, match="names what nobody has named on this machine"):
+        training_store(tmp_path, ELSEWHERE)
+    remember({"store": ELSEWHERE})
     assert training_store(tmp_path, ELSEWHERE) == ELSEWHERE
     with pytest.raises(ValueError, match=f"{tmp_path}: has no {TRAINING_FILE} yet"):
         training_store(tmp_path, "")

@@ -184,7 +184,7 @@ def test_expiry_by_age_drops_what_was_stored_long_ago(store, tmp_path):
     assert [entry.rollout_id for entry in store.entries()] == list("bcde")
     stats = store.stats()
     assert (stats.num_rollouts, stats.num_expired, stats.num_expired_successes) == (4, 1, 1)
-    with pytest.raises(ValueError, match="max_bytes=0: give more than 0"):
+    with pytest.raises(ValueError, match="max_bytes=0: give a number above 0"):
         store.expire(max_bytes=0)
 
 
