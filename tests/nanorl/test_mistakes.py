@@ -321,9 +321,9 @@ def test_a_package_that_is_not_installed_is_named_with_what_installs_it(
     hidden = lambda one, *more: None if one.startswith(package) else find_spec(one, *more)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
-    if ours:  # other tests may have imported it, and what it imports
-        room = ours.rpartition(".")[0]
-        for one in [one for one in sys.modules if one.startswith(f"{room}.")]:
+    if ours:  # other tests may have imported it, what it imports, and the commands that name both
+        rooms = (f"{ours.rpartition('.')[0]}.", "nanorl.commands.")
+        for one in [one for one in sys.modules if one.startswith(rooms)]:
             monkeypatch.delitem(sys.modules, one)
     message = said(tuple(f"runs/{name}" if word == "OUT" else word for word in words), capsys)
     assert package in message and "-m pip install -e" in message, message
