@@ -118,6 +118,7 @@ def join_as_rank_0(port: int, marker: Path) -> str:
 
 _haunted: dict[int, list[str]] = {}
 _held: list[socket.socket] = []
+_attacks: list[threading.Thread] = []
 
 
 def haunt(port: int, marker: Path) -> None:
@@ -135,7 +136,8 @@ def haunt(port: int, marker: Path) -> None:
                 said = f"{type(error).__name__}: {error}"[:120]
             _haunted[port].append(said)
 
-    threading.Thread(target=attack, daemon=True).start()
+    _attacks.append(threading.Thread(target=attack, daemon=True))
+    _attacks[-1].start()
 
 
 def join_with_another_secret(port: int, marker: Path) -> str:
@@ -147,7 +149,10 @@ def join_with_another_secret(port: int, marker: Path) -> str:
 
 
 def haunted() -> dict[int, list[str]]:
-    """What became of it: `said` or `joined` where it was let in, else the error."""
+    """What became of it, all attempts at an end: `said` or `joined` where it was let in, else the
+    error."""
+    for attack in _attacks:
+        attack.join(120)
     return dict(_haunted)
 
 
