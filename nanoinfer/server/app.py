@@ -126,20 +126,27 @@ def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
 
 
 def read_key(file: Path | None, *, flag: str = "--api-key-file") -> str | None:
-    """The key that clients must send: the only line of `file`. `ValueError` if it is not one. A
-    file that other users of the machine can read is told of: they have the key as well."""
+    """The key that clients must send: the only line of `file`. `ValueError` if it is not one."""
     if file is None:
         return None
-    try:
-        key = file.expanduser().read_text(encoding="utf-8").strip()
-        mode = file.expanduser().stat().st_mode
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
+    key = read_key_file(file, flag).strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"{flag} {file}: the API key must be one line of ASCII text, not empty")
+    return key
+
+
+def read_key_file(file: Path, flag: str) -> str:
+    """What stands in a file of keys. `ValueError` if it cannot be read. One that other users of the
+    machine can read is told of: they have the keys as well."""
+    file = file.expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        mode = file.stat().st_mode
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
     if mode & 0o044:
         LOG.warning("%s %s: other users can read this key; chmod 600 it", flag, file)
-    return key
+    return text
 
 
 class HttpApp:

@@ -113,8 +113,10 @@ def read_scorer_key(file: Path) -> str:
         )
     if file.stat().st_mode & 0o077:
         raise ValueError(f"{flag}: other users may read it; chmod 600 {file}")
-    key = file.read_text(encoding="utf-8").strip()
-    if not (key.isascii() and key.isprintable() and len(key) >= MIN_KEY_CHARS and " " not in key):
+    from nanoinfer.server.app import read_key  # here: few runs have a scorer
+
+    key = read_key(file, flag="--agent.scorer-key-file") or ""
+    if len(key) < MIN_KEY_CHARS or " " in key:
         raise ValueError(
             f"{flag}: must hold one line of at least {MIN_KEY_CHARS} ASCII characters, as "
             "`openssl rand -hex 32` writes it"

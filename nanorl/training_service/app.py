@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -32,6 +32,7 @@ from nanoinfer.server.http_io import (
     ApiError,
     HungUpError,
     read_body,
+    read_bytes,
     read_json_body,
     read_object,
 )
@@ -282,21 +283,9 @@ def _promise(given: tuple[str, str]) -> Response:
 
 
 async def _read_raw(request: Request, max_bytes: int) -> bytes:
-    too_long = ApiError(413, f"the body is longer than the limit of {max_bytes} bytes")
     if request.headers.get("content-type") != "application/x-protobuf":
         raise ApiError(400, "forward_backward: the body must be application/x-protobuf")
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                raw += part
-                if len(raw) > max_bytes:
-                    raise too_long
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except ClientDisconnect:
-        raise HungUpError from None
-    return bytes(raw)
+    return await read_bytes(request, max_bytes, BODY_TIMEOUT_S)
 
 
 def _to_api_error(error: Exception) -> ApiError:

@@ -18,6 +18,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from nanoinfer.server.app import read_key_file
+
 PREFIX = "tml-"
 """Of every key: Tinker's client sends no other."""
 OWN_FILE = "api_key.txt"
@@ -45,7 +47,8 @@ class ClientKeys:
     def read(cls, file: Path) -> ClientKeys:
         """The keys of a file. `ValueError` with the line that is none."""
         found: dict[str, str] = {}
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        text = read_key_file(file, "--api-key-file")
+        for number, line in enumerate(text.splitlines(), 1):
             line = line.strip()
             if not line or line.startswith("#"):
                 continue

@@ -20,6 +20,7 @@ from training_service import Served, serve
 
 from nanorl.training_service.app import make_app
 from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.keys import ClientKeys
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
@@ -297,6 +298,24 @@ def test_a_keys_file_that_cannot_be_is_refused_and_no_key_is_said(
     said = str(caught.value)
     assert str(file) in said
     assert not any(key in said for key in (ALICE, BOB, "secret"))
+
+
+def test_a_keys_file_that_is_unreadable_is_refused_and_one_that_others_read_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = keys_file(tmp_path, f"\n\nalice:{ALICE}\nbob")
+    with pytest.raises(ValueError, match="line 4: "):
+        ClientKeys.read(file)
+    file.write_bytes(b"\xff\xfe")
+    for unreadable in (file, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=r"--api-key-file .*: cannot be read"):
+            ClientKeys.read(unreadable)
+    file.write_text(f"alice:{ALICE}\n")
+    for mode, is_told in ((0o600, False), (0o644, True)):
+        caplog.clear()
+        file.chmod(mode)
+        assert ClientKeys.read(file).client_of(ALICE) == "alice"
+        assert ("other users can read this key" in caplog.text) == is_told
 
 
 def test_no_key_is_in_what_a_service_prints_logs_or_shows_in_the_list_of_processes(
