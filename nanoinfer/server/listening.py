@@ -41,8 +41,8 @@ def bind(host: str, port: int, *, flags: str = "--") -> socket.socket:
 
 
 def _bound(family: int, address: tuple[str, int]) -> socket.socket:
-    # Named, because asyncio turns Nagle's algorithm off only for sockets that say that they are TCP;
-    # with it the body of an answer waits 40 ms for the client to acknowledge the head.
+    # Named, for asyncio turns Nagle's algorithm off only where a socket says that it is TCP; with
+    # it the body of an answer waits 40 ms for the client to acknowledge the head.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
