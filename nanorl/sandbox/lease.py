@@ -129,6 +129,7 @@ class SessionDispatcher(Dispatcher):
             free.sort(key=lambda place: place.state is not State.IDLE)
             place = free[0] if free else self._add_place()
             place.lease = lease
+            place.num_starts = 0  # failures before anybody asked are not this session's
             self._waiting.remove(lease)
 
     def _add_place(self) -> _Place:
