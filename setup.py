@@ -15,6 +15,7 @@ PACKAGES = [
     "nanoengine.parallel",
     "nanoengine.state",
     "nanoinfer",
+    "nanoinfer.chat",
     "nanoinfer.server",
     "nanorl",
     "nanorl.agents",

@@ -28,7 +28,7 @@ evaluation.py, store.py success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
-agent), tools/ and parsers/ (what it may call, and how calls are written), sandbox/ (where programs
+agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs
 run), hosting/ (where a user's code runs), http_record/ (its HTTP, recorded and replayed), tasks/,
 rewards/, report/, trackers/, weights/ (how they reach engines in other processes), monitor/ (who
 looks on) and trajectories/ (rollouts in formats of other tools).
@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING, Any
 import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
 
 if TYPE_CHECKING:
+    from nanoinfer.chat.base import ToolCall
     from nanorl.api import TrainedRun, evaluate, export, train
     from nanorl.envs.env import Env, final_answer, last_number
-    from nanorl.parsers.base import ToolCall
     from nanorl.rehearsal import Rehearsal, rehearse
     from nanorl.rewards.base import Score, Transcript
     from nanorl.rewards.judge import JudgeReward
@@ -70,7 +70,7 @@ _HOMES = {
     "RuleReward": "nanorl.rewards.rule:RuleReward",
     "Score": "nanorl.rewards.base:Score",
     "Task": "nanorl.types:Task",
-    "ToolCall": "nanorl.parsers.base:ToolCall",
+    "ToolCall": "nanoinfer.chat.base:ToolCall",
     "ToolError": "nanorl.tools.base:ToolError",
     "TrainedRun": "nanorl.api:TrainedRun",
     "Transcript": "nanorl.rewards.base:Transcript",

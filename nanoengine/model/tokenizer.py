@@ -163,6 +163,27 @@ class ChatTokenizer:
         trusted_roles: frozenset[str] = TRUSTED_ROLES,
     ) -> list[int]:
         """Ids of the rendered chat. Messages of other roles than `trusted_roles` are plain text."""
+        return self.encode_rendered(
+            *self.render_masked(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                variables=variables,
+                trusted_roles=trusted_roles,
+            )
+        )
+
+    def render_masked(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        trusted_roles: frozenset[str] = TRUSTED_ROLES,
+    ) -> tuple[str, dict[str, str]]:
+        """The chat as `encode_rendered` takes it, whole or in part: the text, in which masks stand
+        where what was said could spell a control token, and these masks."""
         masks = self._guard.masks(all_text(messages, tools, variables))
         masked = [
             message
@@ -173,6 +194,10 @@ class ChatTokenizer:
         text = self.render(
             masked, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
+        return text, masks
+
+    def encode_rendered(self, text: str, masks: dict[str, str]) -> list[int]:
+        """Ids of what `render_masked` made, or of a part of it."""
         return self._guard.encode_masked(text, masks)
 
     def save(self, path: str | Path) -> None:

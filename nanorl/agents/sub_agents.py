@@ -22,14 +22,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.model.chat_template import Message
+from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
+from nanoinfer.chat.call_ids import as_results
+from nanoinfer.chat.chat import ToolChat, visible
+from nanoinfer.chat.choose import tool_chat
 from nanorl.agents.context import Context
 from nanorl.agents.episode import Episode
 from nanorl.agents.tokens import PromptTooLongError
 from nanorl.bounds import check_number
 from nanorl.envs.base import Opening
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.chat import ToolChat, visible
-from nanorl.parsers.choose import tool_chat
 from nanorl.tools.base import Tool, ToolContext, ToolError
 from nanorl.tools.calls import answer_calls
 
@@ -137,7 +138,7 @@ class _Team:
         tools: dict[str, Tool] = {NAME: delegate}
         results = await answer_calls(handed, tools, ToolContext(task=self.episode.task))
         context.builder.metrics["num_delegations"] += len(handed) - results.num_malformed
-        ours = self.chat.parser.observation(results.texts)
+        ours = as_results(self.chat.parser.observation(results.texts), handed)
         if len(theirs) == len(others) and len(ours) == len(handed):
             parts = {True: iter(ours), False: iter(theirs)}
             return [next(parts[call in handed]) for call in calls], None

@@ -1,8 +1,8 @@
 """`TurnBuilder`: the tokens of one rollout, from the ids that the engine sampled.
 
 Tokens in, tokens out. Assistant text is never encoded again: the sampled ids are appended as they
-are, with their log-probs and policy versions. Only observations are encoded, as the piece of a
-rendered chat that follows the end-of-turn token. Everything is append-only: the prompt of every
+are, with their log-probs and policy versions. Only observations are encoded, as what the template
+puts behind a turn (nanoinfer/chat/turns.py). Everything is append-only: the prompt of every
 turn extends the ids already held, so the engine's prefix cache and the trainer's replay both agree.
 
 Reasoning: a template such as Qwen3's shows a model its `<think>` blocks while it calls tools, and
@@ -18,21 +18,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.turns import AfterTurn, answered_turn, ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]
 
-DELTA_BASE: tuple[Message, ...] = (
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
-)
-"""The chat in front of an observation when its template text is cut out; any chat would do."""
+OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
 CUT_MARK = "\n...\n"
 CHARS_PER_TOKEN = 16
@@ -61,6 +59,8 @@ class TurnBuilder:
         self.metrics: defaultdict[str, float] = defaultdict(float)
         self._ids = (task_id, group_id, rollout_id)
         self._tokenizer = tokenizer
+        self._messages: list[Message] = []  # a turn's text is not in them: its tokens are
+        self._tools: Sequence[Mapping[str, Any]] | None = None
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logps: list[float] = []
@@ -94,6 +94,7 @@ class TurnBuilder:
         `PromptTooLongError` where it leaves no room for a single token.
         """
         assert not self._tokens, "start() is called once"
+        self._messages, self._tools = list(messages), tools
         ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools)
         if len(ids) >= self.limits.max_context_tokens:
             raise PromptTooLongError(
@@ -152,14 +153,16 @@ class TurnBuilder:
         An action without an end-of-turn token gets one with mask 0: the policy did not sample it.
         """
         assert self.spans and not self._is_aborted, "an observation answers a finished action"
-        said = [*(self._shorten(one) for one in messages), *request]
-        eos_id, delta = delta_ids(self._tokenizer, said)
-        if not self._ends_with_eos():
-            delta = [eos_id, *delta]
+        said = [self._shorten(one) for one in messages]
+        history, after = self._answered(said, request)
+        delta = after.ids
         if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
             self.truncation = "context"
             return False
+        if after.replaces_end:
+            self._take_end_back()
         self._append_fixed(delta)
+        self._messages = history
         last = self.spans[-1]
         self.spans[-1] = TurnSpan(
             action_start=last.action_start,
@@ -241,10 +244,32 @@ class TurnBuilder:
         self._logps += [0.0] * len(ids)
         self._versions += [-1] * len(ids)
 
-    def _ends_with_eos(self) -> bool:
+    def _answered(
+        self, said: Sequence[Message], request: Sequence[Message]
+    ) -> tuple[list[Message], AfterTurn]:
+        """The conversation with the answer to the last action, and the answer's ids."""
         span = self.spans[-1]
-        is_empty = span.action_start == span.action_end
-        return not is_empty and self._tokens[-1] in self._tokenizer.eos_ids
+        last_id = self._tokens[-1] if span.action_end > span.action_start else None
+        turn, new = answered_turn(self._messages, [*said, *request])
+        history = [*self._messages, turn]
+        try:
+            after = ids_after_turn(self._tokenizer, last_id, history, new, tools=self._tools)
+        except ValueError:
+            if not (said and request):
+                raise
+            # Mistral's template takes no user behind a result: the request ends the last message.
+            asked = [said[-1]["content"], *(one["content"] for one in request)]
+            return self._answered([*said[:-1], {**said[-1], "content": "\n\n".join(asked)}], ())
+        return [*history, *new], after
+
+    def _take_end_back(self) -> None:
+        """The policy ended its turn for another speaker than the one who answers: the end that it
+        sampled is in no prompt, and is not trained."""
+        for of_each in (self._tokens, self._mask, self._logps, self._versions):
+            of_each.pop()
+        last = self.spans[-1]
+        end = last.action_end - 1
+        self.spans[-1] = replace(last, action_end=end, observation_end=end)
 
     def _shorten(self, message: Message) -> Message:
         content = message["content"]
@@ -256,23 +281,10 @@ class TurnBuilder:
 
 def delta_ids(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[int, list[int]]:
     """The template's end-of-turn id, and all ids after it up to the next assistant turn, for
-    `messages` that follow a turn of the assistant.
-
-    The cut is found by counting end-of-turn ids, not by the length of the rendered base: some
-    templates render a last assistant message differently from an earlier one.
-    """
-    encode, eos_ids = tokenizer.encode_chat, tokenizer.eos_ids
-    base = encode(DELTA_BASE, add_generation_prompt=False)
-    num_eos = sum(token in eos_ids for token in base)
-    if num_eos == 0:
-        raise ValueError(
-            f"the chat template ends an assistant turn with none of the eos ids "
-            f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
-        )
-    full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
-    places = [place for place, token in enumerate(full) if token in eos_ids]
-    cut = places[num_eos - 1]
-    return full[cut], full[cut + 1 :]
+    `messages` that answer the first turn of a short chat."""
+    turn, new = answered_turn(OPENING, messages)
+    end_id, *ids = ids_after_turn(tokenizer, None, [*OPENING, turn], new).ids
+    return end_id, ids
 
 
 def shorten(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> str:

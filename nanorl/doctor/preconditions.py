@@ -12,7 +12,7 @@ from pathlib import Path
 from nanoengine.footprint import WIDTH
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.agents.tokens import DELTA_BASE
+from nanorl.agents.tokens import OPENING
 from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, quoted
 from nanorl.types import Rollout, Task, content_id
@@ -40,7 +40,9 @@ def template_findings(tokenizer: ChatTokenizer) -> list[Finding]:
             )
         ]
     try:
-        ids = tokenizer.encode_chat(DELTA_BASE, add_generation_prompt=False)
+        ids = tokenizer.encode_chat(
+            [*OPENING, {"role": "assistant", "content": "b"}], add_generation_prompt=False
+        )
     except ValueError as error:
         return [
             Finding(

@@ -11,11 +11,11 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.base import Described
+from nanoinfer.chat.choose import ClientTool
+from nanoinfer.chat.pythonic import PythonicParser
 from nanorl.doctor.finding import Finding, Severity
 from nanorl.envs.base import EnvKind, Opening
-from nanorl.parsers.choose import ClientTool
-from nanorl.parsers.pythonic import PythonicParser
-from nanorl.tools.base import Described
 
 MANY_TOKENS = 128
 LARGE_SHARE = 0.5

@@ -1,7 +1,7 @@
 """`ChatForm`: a client's messages in the form that the model's chat template reads, and back.
 
 Tools are listed by the template where it can, else described in the system message; calls and
-results are written as the model writes them (nanorl/parsers/). A reply is split into reasoning,
+results are written as the model writes them (nanoinfer/chat/). A reply is split into reasoning,
 text and calls; one whose calls cannot all be read is text as the model wrote it, so nothing is
 lost. Left out: images.
 """
@@ -17,11 +17,12 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
+from nanoinfer.chat.call_ids import SPEAKERS
+from nanoinfer.chat.choose import client_tool_chat
 from nanoinfer.params import Output
 from nanoinfer.server.tool_calls import OPEN, parse_call
 from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, Json
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.choose import client_tool_chat
 
 _REASONING = re.compile(r"\s*<think>(.*?)(?:</think>\s*|$)", re.DOTALL)
 _CLOSED = "</think>"  # alone where the prompt opened it
@@ -60,18 +61,23 @@ class ChatForm:
         """Messages for the template: results of one turn's calls as the model's parser brings them,
         and calls as text where the template does not know the tools."""
         written: list[Message] = []
-        results: list[str] = []
+        results: list[Message] = []
         for message in messages:
             if message["role"] == "tool":
-                results.append(message["content"])
+                results.append(message)
                 continue
             written += self._brought(results)
             results = []
             written.append(self._spoken(message))
         return written + self._brought(results)
 
-    def _brought(self, results: list[str]) -> list[Message]:
-        return self.parser.observation(results) if results else []
+    def _brought(self, results: list[Message]) -> list[Message]:
+        if not results:
+            return []
+        brought = self.parser.observation([result["content"] for result in results])
+        if len(brought) != len(results) or any(one["role"] in SPEAKERS for one in brought):
+            return brought
+        return [{**result, **one} for result, one in zip(results, brought, strict=True)]
 
     def _spoken(self, message: Message) -> Message:
         role = "system" if message["role"] == "developer" else message["role"]

@@ -27,6 +27,7 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.completions import check_grammar_size
 from nanoinfer.server.config import HttpLimits
@@ -36,7 +37,7 @@ from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanoinfer.server.tool_calls import call_schema
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
-from nanorl.agents.tokens import Truncation, delta_ids
+from nanorl.agents.tokens import Truncation
 from nanorl.endpoint.call_tree import CallNode, CallTree
 from nanorl.endpoint.chat_form import ChatForm
 from nanorl.endpoint.exchange import ApiCall, ApiReply, Json, message_of
@@ -243,17 +244,24 @@ class Recording:
             for end in range(len(messages) - 1, 0, -1):
                 said = self._said.get(digests[end - 1])
                 if said is not None:
-                    return self._go_on(said.node, form.written(messages[end:]))
+                    history, new = form.written(messages[:end]), form.written(messages[end:])
+                    return self._go_on(said.node, history, new, form.schemas)
             return self.tokenizer.encode_chat(
                 form.opening(messages), add_generation_prompt=True, tools=form.schemas
             )
         except (ValueError, RecursionError) as error:  # the template rejects it
             raise ApiError(400, f"messages: {error}", "messages") from None
 
-    def _go_on(self, node: CallNode, messages: Sequence[Message]) -> list[int]:
-        eos_id, delta = delta_ids(self.tokenizer, messages)
-        ids = node.ids
-        return ids + delta if ids[-1] in self.tokenizer.eos_ids else [*ids, eos_id, *delta]
+    def _go_on(
+        self,
+        node: CallNode,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Json] | None,
+    ) -> list[int]:
+        last_id = node.output.ids[-1] if node.output.ids else None
+        after = ids_after_turn(self.tokenizer, last_id, history, new, tools=tools)
+        return node.ids[: -1 if after.replaces_end else None] + after.ids
 
     def _continued(self, call: ApiCall) -> ApiCall:
         if not call.continues:

@@ -9,7 +9,7 @@ a policy's text.
 `read` undoes `write`, and forgives what a model adds: text around the action, other blanks inside
 the markers. A malformed call is a `ToolCallError`, whose text becomes the observation, so the
 model can repair its call in the next turn.
-Left out: calls with a name and arguments in JSON (nanorl/parsers).
+Left out: calls with a name and arguments in JSON (nanoinfer/chat).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoengine.model.chat_template import Message
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.fenced import Fence, FencedParser
+from nanoinfer.chat.base import ToolCall, ToolCallError
+from nanoinfer.chat.fenced import Fence, FencedParser
 from nanorl.tools.base import Described
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.parsers.base import Parser
+from nanoinfer.chat.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.sandbox.base import Sandbox
 from nanorl.types import Rollout, Task

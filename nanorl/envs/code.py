@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.chat import ToolChat
 from nanorl.envs.actions import ActionFormat
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Done, Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.chat import ToolChat
 from nanorl.tasks.problem import Family, generators_of
 from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.teachers import SloppyTeacher, TeacherConfig

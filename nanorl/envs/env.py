@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, overload
 
-from nanorl.parsers.base import Parser
+from nanoinfer.chat.base import Parser
 from nanorl.plugins import caller
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward

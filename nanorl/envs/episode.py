@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.model.chat_template import Message
+from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
+from nanoinfer.chat.call_ids import as_results
+from nanoinfer.chat.chat import ToolChat, visible
 from nanorl.envs.base import Opening, Services, TeacherError, TimeStep
 from nanorl.envs.env import Done, Env
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.chat import ToolChat, visible
 from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, Transcript, as_score
 from nanorl.sandbox.session import Session, WorkspaceSandbox
@@ -157,7 +158,7 @@ class EnvEpisode:
         assert self._parser is not None and self._context is not None, "reset comes first"
         if not self._services.is_tool_enabled:
             self._context.metrics["num_refused_calls"] += len(calls)
-            return self._time_step(self._parser.observation([TOOL_UNAVAILABLE] * len(calls)))
+            return self._time_step(self._brought([TOOL_UNAVAILABLE] * len(calls), calls))
         results = await answer_calls(calls, self._tools, self._context)
         ended = self.env._take_done()
         if ended is not None and results.submitted is None:
@@ -170,7 +171,13 @@ class EnvEpisode:
         self._context.metrics.update({name: n for name, n in counts.items() if n})
         if (end := results.submitted) is not None:
             return self._time_step(Done(reward=end.reward, answer=end.answer))
-        return self._time_step(self._parser.observation(results.texts))
+        return self._time_step(self._brought(results.texts, calls))
+
+    def _brought(
+        self, results: Sequence[str], calls: Sequence[ToolCall | ToolCallError]
+    ) -> list[Message]:
+        assert self._parser is not None, "it read the calls"
+        return as_results(self._parser.observation(results), calls)
 
     def _not_returned(self, method: str) -> InfrastructureError:
         name = type(self.env).__name__

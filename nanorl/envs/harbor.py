@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.chat.base import ToolCall
 from nanorl.envs.env import Done, Env
-from nanorl.parsers.base import ToolCall
 from nanorl.rewards.base import Score, Transcript
 from nanorl.sandbox.base import ExecStatus
 from nanorl.sandbox.grading import grade, verify

@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.chat import ToolChat
+from nanoinfer.chat.choose import tool_chat
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.hooks import check_hooks, tools_of
-from nanorl.parsers.chat import ToolChat
-from nanorl.parsers.choose import tool_chat
 from nanorl.plugins import where_raised
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks

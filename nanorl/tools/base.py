@@ -15,7 +15,7 @@ A tool object is shared by all episodes of a process; what belongs to one episod
     Submitted             the episode is over, with this answer; `Env.done(...)` says the same
     InfrastructureError   nobody's fault but ours: the rollout is FAILED and is played again
 
-Left out: reading calls from text (nanorl.parsers).
+Left out: reading calls from text (nanoinfer.chat).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nanoinfer.chat.base import Described
 from nanorl.sandbox.base import Sandbox
 from nanorl.types import InfrastructureError, Task
 
@@ -89,18 +90,6 @@ class ToolContext:
             session, self._session = self._session, None
             if session is not None:
                 await session.close()
-
-
-class Described(Protocol):
-    """What a model is told of a tool, whoever runs it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
-        ...
 
 
 class Tool(Described, Protocol):

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanorl.parsers.base import ToolCall, ToolCallError
+from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanorl.tools.base import Submitted, Tool, ToolContext, ToolError
 
 

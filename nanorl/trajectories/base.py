@@ -20,14 +20,14 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.chat import visible
+from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
+from nanoinfer.chat.chat import visible
 from nanorl.trajectories.frames import ChatFrames, Json, ReadChat
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 MAIN = "main"
 RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"
-"""Around each result where several share a message (nanorl/parsers/reading.py)."""
+"""Around each result where several share a message (nanoinfer/chat/reading.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.chat import ToolChat
 from nanoinfer.params import Output, SamplingParams
 from nanorl.envs.actions import MARKDOWN, ActionFormat
 from nanorl.envs.base import Services
 from nanorl.envs.code import CodeEnv
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.chat import ToolChat
 from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox
 from nanorl.tools.python import python
 

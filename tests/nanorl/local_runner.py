@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanoinfer.chat.base import ToolCall
 from nanorl.envs.actions import ActionFormat
-from nanorl.parsers.base import ToolCall
 from nanorl.tasks.teachers import SloppyTeacher
 from nanorl.types import Task
 

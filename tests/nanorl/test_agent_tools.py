@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 from agent_doubles import CodeEpisode, FakeSandbox, exec_result
 
+from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, program
 from nanorl.envs.base import TimeStep
-from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.rewards.rule import RuleReward, parse_number
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
 from nanorl.tasks.teachers import NOTICES, is_failure

@@ -16,6 +16,10 @@ from hypothesis import strategies as st
 from npm_tokenizers import LLAMA3, LLAMA3_2, QWEN3, npm_folder
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.base import ToolCall
+from nanoinfer.chat.chat import ToolChat
+from nanoinfer.chat.choose import tool_chat
+from nanoinfer.chat.hermes import HermesParser
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.episode import Episode, Names
@@ -29,10 +33,6 @@ from nanorl.agents.tokens import TurnBuilder
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
 from nanorl.envs.kind import ShortKind
-from nanorl.parsers.base import ToolCall
-from nanorl.parsers.chat import ToolChat
-from nanorl.parsers.choose import tool_chat
-from nanorl.parsers.hermes import HermesParser
 from nanorl.rewards.base import Score
 from nanorl.tools.function import function_tool
 from nanorl.tools.python import python

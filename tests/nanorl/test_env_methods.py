@@ -12,6 +12,7 @@ import pytest
 from agent_doubles import tiny_tokenizer
 
 import nanorl
+from nanoinfer.chat.hermes import HermesParser
 from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
 from nanorl.cli import main
@@ -20,7 +21,6 @@ from nanorl.envs.base import Services, TeacherError, shown_action
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import WorkerPool
-from nanorl.parsers.hermes import HermesParser
 from nanorl.types import InfrastructureError, Task
 from nanorl.warm_start import WarmStart
 

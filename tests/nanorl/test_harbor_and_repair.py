@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from nanoinfer.chat.base import ToolCall
+from nanoinfer.chat.chat import ToolChat
+from nanoinfer.chat.hermes import HermesParser
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env import Env
@@ -20,9 +23,6 @@ from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.harbor import Harbor
 from nanorl.envs.hooks import tools_of
 from nanorl.envs.repair import Repair, draw_repair
-from nanorl.parsers.base import ToolCall
-from nanorl.parsers.chat import ToolChat
-from nanorl.parsers.hermes import HermesParser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.sandbox import SandboxPool, SandboxSpec
 from nanorl.tasks.harbor import read_harbor_tasks, read_workplace

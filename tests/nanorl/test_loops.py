@@ -15,6 +15,7 @@ import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 
 import nanorl
+from nanoinfer.chat.hermes import HermesParser
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.feedback import Feedback
@@ -24,7 +25,6 @@ from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
 from nanorl.envs.kind import ShortKind
-from nanorl.parsers.hermes import HermesParser
 from nanorl.report.transcript import transcript
 from nanorl.types import Rollout, Status, Task
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, FencedParser
-from nanorl.parsers.hermes import HermesParser
-from nanorl.parsers.llama import LlamaParser
-from nanorl.parsers.pythonic import PythonicParser
-from nanorl.parsers.reading import MAX_CALLS
+from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
+from nanoinfer.chat.fenced import BASH_FENCE, PYTHON_FENCE, FencedParser
+from nanoinfer.chat.hermes import HermesParser
+from nanoinfer.chat.llama import LlamaParser
+from nanoinfer.chat.pythonic import PythonicParser
+from nanoinfer.chat.reading import MAX_CALLS
 from nanorl.tools.python import python
 
 HERMES, LLAMA, PYTHONIC = HermesParser(), LlamaParser(), PythonicParser()

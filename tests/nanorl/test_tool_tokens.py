@@ -13,13 +13,13 @@ from agent_doubles import tiny_tokenizer
 
 import nanorl
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.signatures import signature
 from nanorl.commands.new import write_files
 from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import EnvKind, Opening, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.judged import JudgedKind
 from nanorl.options import parse_arguments
-from nanorl.parsers.signatures import signature
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.tools.function import function_tool
 

@@ -10,7 +10,7 @@ import pytest
 from agent_doubles import FakeSandbox, exec_result
 from typing_extensions import TypedDict
 
-from nanorl.parsers.base import ToolCall, ToolCallError
+from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.tools.base import Submitted, ToolContext, ToolError
 from nanorl.tools.calls import TurnResults, answer_calls

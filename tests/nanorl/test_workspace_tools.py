@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanorl.parsers.base import ToolCall
+from nanoinfer.chat.base import ToolCall
 from nanorl.sandbox import SandboxPool, SandboxSpec
 from nanorl.tools.base import Submitted, ToolContext
 from nanorl.tools.calls import answer_calls

@@ -27,12 +27,12 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoengine.extras import missing
+from nanoinfer.chat.base import ToolCall
+from nanoinfer.chat.fenced import FencedParser
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.reading import tagged
 from nanorl.hosting.fork import NoResultError, call_in_fork
 from nanorl.hosting.pool import HostingLimits, WorkerPool
-from nanorl.parsers.base import ToolCall
-from nanorl.parsers.fenced import FencedParser
 from nanorl.rewards.base import Transcript
 from nanorl.tools.python import python
 from nanorl.types import InfrastructureError, Task, content_id, split_of

@@ -26,10 +26,10 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoengine.extras import missing
+from nanoinfer.chat.base import ToolCall
+from nanoinfer.chat.hermes import HermesParser
 from nanorl.envs.env import Env
 from nanorl.envs.shipped.corpus import Document, Question, Town, read_corpus
-from nanorl.parsers.base import ToolCall
-from nanorl.parsers.hermes import HermesParser
 from nanorl.rewards.base import Transcript
 from nanorl.tools.base import ToolError
 from nanorl.types import Task

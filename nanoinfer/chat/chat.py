@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from nanorl.parsers.base import Parser
+from nanoinfer.chat.base import Parser
 
 _REASONING = re.compile(r"^\s*<think>.*?(?:</think>|$)\s*", re.DOTALL)
 _CLOSED = "</think>"  # alone where the prompt opened it

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.tools.base import Described
+from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 
 MAX_CALLS = 64
 """Calls that are read in one turn; more are one error in the place of the rest."""

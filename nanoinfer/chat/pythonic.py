@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nanoengine.model.chat_template import Message
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.reading import (
+from nanoinfer.chat.base import Described, ToolCall, ToolCallError
+from nanoinfer.chat.reading import (
     MAX_DEPTH,
     Found,
     beside_calls,
@@ -27,8 +27,7 @@ from nanorl.parsers.reading import (
     read_calls,
     results_as,
 )
-from nanorl.parsers.signatures import signature
-from nanorl.tools.base import Described
+from nanoinfer.chat.signatures import signature
 
 MARKS = marks(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)

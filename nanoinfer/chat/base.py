@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
-from nanorl.tools.base import Described
+
+
+class Described(Protocol):
+    """What a model is told of a tool, whoever runs it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
+        ...
 
 
 class ToolCallError(ValueError):
@@ -28,6 +39,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = field(default="", compare=False)
+    """That the model wrote with it, as Mistral's do; empty where it wrote none."""
 
 
 class Parser(Protocol):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoengine.model.chat_template import Message
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.reading import (
+from nanoinfer.chat.base import Described, ToolCall, ToolCallError
+from nanoinfer.chat.reading import (
     Found,
     beside_calls,
     call_of,
@@ -27,7 +27,6 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Described
 
 PYTHON_TAG = "<|python_tag|>"
 KEYS = "name|parameters|arguments|function|type"

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoengine.model.chat_template import Message
-from nanoinfer.server.tool_calls import CLOSE, OPEN
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.reading import (
+from nanoinfer.chat.base import Described, ToolCall, ToolCallError
+from nanoinfer.chat.reading import (
     Found,
     beside_calls,
     call_of,
@@ -30,7 +29,7 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Described
+from nanoinfer.server.tool_calls import CLOSE, OPEN
 
 MARKS = marks(re.escape(OPEN))
 END = re.compile(rf"\s*(?:{re.escape(CLOSE)}|(?={re.escape(OPEN)})|\Z)")

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoengine.model.chat_template import Message
-from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.reading import Found, ReadOne, beside_calls, marks, read_calls
-from nanorl.tools.base import Described
+from nanoinfer.chat.base import Described, ToolCall, ToolCallError
+from nanoinfer.chat.reading import Found, ReadOne, beside_calls, marks, read_calls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,12 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.parsers.base import Parser, ToolCall
-from nanorl.parsers.chat import ToolChat
-from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
-from nanorl.parsers.hermes import HermesParser
-from nanorl.parsers.llama import LlamaParser
-from nanorl.parsers.pythonic import PythonicParser
-from nanorl.tools.base import Described
+from nanoinfer.chat.base import Described, Parser, ToolCall
+from nanoinfer.chat.chat import ToolChat
+from nanoinfer.chat.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
+from nanoinfer.chat.hermes import HermesParser
+from nanoinfer.chat.llama import LlamaParser
+from nanoinfer.chat.pythonic import PythonicParser
 
 PROBE = ToolCall("probe_tool", {"probe_argument": 7})
 PROBE_RESULT = "probe result"
@@ -60,8 +59,9 @@ def tool_chat(
             parser = rendered or ("fenced" if _can_be_fenced(tools) else "hermes")
         if parser not in BY_NAME:
             raise ValueError(f"parser={parser!r}: one of auto, {', '.join(BY_NAME)}")
-        role = next((one for one in ("tool", "ipython") if _knows_role(tokenizer, one)), "user")
-        parser = BY_NAME[parser](role, tools)
+        calling = CALLING if parser == rendered else SPEAKING
+        roles = (one for one in ("tool", "ipython") if _knows_role(tokenizer, one, calling))
+        parser = BY_NAME[parser](next(roles, "user"), tools)
     if parser.name == rendered and PROBE.name in _render(tokenizer, [USER], [SCHEMA]):
         return ToolChat(parser=parser, schemas=[tool.schema for tool in tools])
     return ToolChat(parser=parser, description=parser.describe(tools))
@@ -121,6 +121,8 @@ CALLING: Message = MappingProxyType(
         ],
     }
 )
+SPEAKING: Message = MappingProxyType({"role": "assistant", "content": "b"})
+"""A call in a form that the template does not know is what the assistant said."""
 SCHEMA: Mapping[str, Any] = MappingProxyType(
     {
         "type": "function",
@@ -133,12 +135,12 @@ SCHEMA: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def _knows_role(tokenizer: ChatTokenizer, role: str) -> bool:
+def _knows_role(tokenizer: ChatTokenizer, role: str, calling: Message) -> bool:
     """True if the template shows the message and does not merely print the role's name."""
 
     def shown(role: str) -> str:
         result = {"role": role, "content": PROBE_RESULT, "tool_call_id": "call00000"}
-        return _render(tokenizer, [USER, CALLING, result])
+        return _render(tokenizer, [USER, calling, result])
 
     text = shown(role)
     return PROBE_RESULT in text and shown(UNKNOWN_ROLE).replace(UNKNOWN_ROLE, role) != text

@@ -1,0 +1,173 @@
+"""Between two turns of a chat: the tokens that a template puts behind what the assistant said.
+
+A turn is never encoded again: what was sampled stays as it is, and what follows is appended. What
+follows is cut out of the real conversation, rendered with a mark in the place of the turn's text:
+behind the mark stand what ends the turn and then the new messages. Three facts of real templates
+make that more than a search for an end-of-turn token:
+
+    a call is printed behind the content        so the mark also stands in the call's arguments
+    GLM-4 ends a turn with the next role's token     so one of another role is replaced
+    gpt-oss samples `<|return|>`, reads `<|end|>`    so the end is not among the eos ids
+
+Messages that the template does not print, and ends that cannot be told, are errors: nothing that
+was said to a model is left out without a word.
+Left out: a template that rewrites what lies further back, such as one that drops old reasoning; one
+sequence cannot follow it (nanorl/agents/tokens.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.call_ids import SPEAKERS, with_ids
+
+
+class AfterTurn(NamedTuple):
+    """The ids that follow what the assistant sampled."""
+
+    ids: list[int]
+    replaces_end: bool = False
+    """They begin with another end than the sampled one, which has to go."""
+
+
+def answered_turn(
+    history: Sequence[Message], new: Sequence[Message]
+) -> tuple[Message, list[Message]]:
+    """The assistant's turn to which `new` messages answer, without its text: as many calls as they
+    bring results, so that a template finds the call of each; and `new` with the calls' ids."""
+    told = with_ids(new, history)
+    results = [message for message in told if message["role"] not in SPEAKERS]
+    turn: dict[str, Any] = {"role": "assistant", "content": "ok"}
+    if results:
+        turn["tool_calls"] = [
+            {
+                "id": result["tool_call_id"],
+                "type": "function",
+                "function": {"name": result.get("name") or "tool", "arguments": {}},
+            }
+            for result in results
+        ]
+    return turn, told
+
+
+def ids_after_turn(
+    tokenizer: ChatTokenizer,
+    last_id: int | None,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> AfterTurn:
+    """What to append to a turn: its end, where it has none of its own, then the `new` messages and
+    all else up to the next turn of the assistant.
+
+    `history` ends with the assistant's message; `last_id` is the last token of that turn, None for
+    an empty one. `tools` are those that the conversation opened with. `ValueError` if the template
+    refuses the conversation, does not print all of it, or does not say where a turn ends.
+    """
+    *before, turn = history
+    marked = _Marked(tokenizer, before, turn, tools)
+    between = marked.ids_before(new)
+    end = _first(between, tokenizer.eos_ids)
+    if end is None:
+        end = _renamed_end(tokenizer, between, marked.ids([]))
+    ids = marked.ids(new)
+    if ids[: end + 1] != between[: end + 1]:
+        raise ValueError(
+            f"the chat template does not print an empty message of the role {new[0]['role']!r}"
+        )
+    if last_id == ids[end]:
+        return AfterTurn(ids[end + 1 :])
+    if last_id not in tokenizer.eos_ids:
+        return AfterTurn(ids[end:])
+    # Another end was sampled. One that opens the next message says who speaks there, and must be
+    # the one of who does; any other, such as `<|endoftext|>`, ends a turn as well.
+    is_opening = ids[end] in tokenizer.eos_ids and ids[end] not in marked.ids([])
+    return AfterTurn(ids[end:], True) if is_opening else AfterTurn(ids[end + 1 :])
+
+
+def _renamed_end(tokenizer: ChatTokenizer, between: list[int], closed: list[int]) -> int:
+    """The place of a turn's end that is not among the eos ids: what stands where the last turn of
+    a finished chat has one of them."""
+    place = _first(closed, tokenizer.eos_ids)
+    is_alike = place is not None and between[:place] == closed[:place] and place < len(between)
+    if place is not None and is_alike and between[place] in tokenizer.control_ids:
+        return place
+    raise ValueError(
+        "the chat template ends an assistant's turn with none of the eos ids "
+        f"{sorted(tokenizer.eos_ids)}: add its end-of-turn token to generation_config.json"
+    )
+
+
+def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
+    return next((place for place, token in enumerate(ids) if token in wanted), None)
+
+
+class _Marked:
+    """A conversation with a mark in the place of what the assistant said last."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        before: Sequence[Message],
+        turn: Message,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._mark = _new_mark()
+        self._history = [*before, _with_mark(turn, self._mark)]
+        if turn.get("tool_calls") and self._mark not in self._rendered([])[0]:
+            # The template prints no calls.
+            self._history[-1] = {**self._history[-1], "content": self._mark}
+
+    def ids(self, new: Sequence[Message]) -> list[int]:
+        """What stands behind the mark: up to the next turn, or without `new` messages to the end
+        of the finished chat."""
+        text, masks = self._rendered(new)
+        return self._tokenizer.encode_rendered(self._behind(text), masks)
+
+    def ids_before(self, new: Sequence[Message]) -> list[int]:
+        """What stands between the mark and the content of the first of the `new` messages."""
+        marks = [_new_mark() for _ in new]
+        text, masks = self._rendered(
+            [{**message, "content": mark} for message, mark in zip(new, marks, strict=True)]
+        )
+        for message, mark in zip(new, marks, strict=True):
+            if mark not in text:
+                raise ValueError(
+                    f"the chat template does not print a message of the role {message['role']!r} "
+                    "that follows an assistant's turn"
+                )
+        return self._tokenizer.encode_rendered(self._behind(text.partition(marks[0])[0]), masks)
+
+    def _rendered(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
+        return self._tokenizer.render_masked(
+            [*self._history, *new], add_generation_prompt=bool(new), tools=self._tools
+        )
+
+    def _behind(self, text: str) -> str:
+        _, mark, rest = text.rpartition(self._mark)
+        if not mark:
+            raise ValueError("the chat template does not print what the assistant says")
+        return rest
+
+
+def _new_mark() -> str:
+    return f"x{secrets.token_hex(8)}x"  # nobody can have written it
+
+
+def _with_mark(turn: Message, mark: str) -> Message:
+    calls = turn.get("tool_calls")
+    if not calls:
+        return {**turn, "content": mark}
+    *others, last = calls
+    function = last["function"]
+    given = function.get("arguments")
+    names = list(given) if isinstance(given, Mapping) and given else ["x"]
+    function = {**function, "arguments": dict.fromkeys(names, mark)}
+    return {**turn, "tool_calls": [*others, {**last, "function": function}]}
