@@ -26,9 +26,9 @@ from bench_output import print_rows, write_json
 
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import RecordingServer
 

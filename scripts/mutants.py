@@ -83,7 +83,7 @@ AREAS = {
         ),
     ),
     "endpoint": Area(
-        files=("nanorl/endpoint/*.py", "nanorl/endpoint/dialects/*.py"),
+        files=("nanorl/endpoint/*.py", "nanoinfer/dialects/*.py"),
         left_out=("recording.py",),
         tests=(
             *("test_chat_form", "test_episode_report", "test_unreadable_arguments"),
@@ -153,8 +153,8 @@ AREAS = {
 NEAR = {
     "nanorl/agents/guard.py": "test_agent_command",
     "nanorl/batching.py": "test_batching",
-    "nanorl/endpoint/dialects/responses.py": "test_endpoint_responses",
-    "nanorl/endpoint/dialects/messages.py": "test_endpoint_messages",
+    "nanoinfer/dialects/responses.py": "test_endpoint_responses",
+    "nanoinfer/dialects/messages.py": "test_endpoint_messages",
     "nanorl/endpoint/recording.py": "test_recording",
     "nanorl/flow/concurrency.py": "test_concurrency",
     "nanorl/flow/curriculum.py": "test_curriculum",

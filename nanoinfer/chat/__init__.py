@@ -1,6 +1,8 @@
-"""Parsers: how a model writes its calls of tools, and how it reads the results.
+"""Chats: how a model is told of tools, how it calls them, and what stands between two turns.
 
-base.py      the contract: `Parser`, `ToolCall`, and the `ToolCallError` of a malformed one
+turns.py     the tokens that a template puts behind a turn of the assistant
+call_ids.py  names of calls, and of the results that answer them
+base.py      the contract of a parser: `Parser`, `ToolCall`, the `ToolCallError` of a malformed one
 reading.py   what they share: the walk through a turn, reasoning left out, and calls in JSON
 fenced.py    code between markers, such as ```python blocks
 hermes.py    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen
@@ -9,4 +11,5 @@ pythonic.py  `[f(a=1), g(b="x")]`: Llama 3.2 and 4
 signatures.py a tool as the head of a Python function, for pythonic.py
 chat.py      `ToolChat`: how the model is told of tools, and its parser
 choose.py    `tool_chat`: both as a model's chat template has them
+form.py      `ChatForm`: a client's messages for the template, and the model's text for the client
 """

@@ -121,7 +121,7 @@ class _Marked:
         self._tools = tools
         self._mark = _new_mark()
         self._history = [*before, _with_mark(turn, self._mark)]
-        if turn.get("tool_calls") and self._mark not in self._rendered([])[0]:
+        if turn.get("tool_calls") and self._mark not in self._history_text():
             # The template prints no calls.
             self._history[-1] = {**self._history[-1], "content": self._mark}
 
@@ -145,6 +145,13 @@ class _Marked:
                 )
         return self._tokenizer.encode_rendered(self._behind(text.partition(marks[0])[0]), masks)
 
+    def _history_text(self) -> str:
+        try:
+            return self._rendered([])[0]
+        except ValueError:  # Llama's template takes one call a turn, and any number of results
+            self._history = [_with_last_call(message) for message in self._history]
+            return self._rendered([])[0]
+
     def _rendered(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
         return self._tokenizer.render_masked(
             [*self._history, *new], add_generation_prompt=bool(new), tools=self._tools
@@ -159,6 +166,11 @@ class _Marked:
 
 def _new_mark() -> str:
     return f"x{secrets.token_hex(8)}x"  # nobody can have written it
+
+
+def _with_last_call(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": calls[-1:]} if calls else message
 
 
 def _with_mark(turn: Message, mark: str) -> Message:

@@ -159,7 +159,7 @@ class AgentKit:
     def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:
         """A way in for an agent that calls the policy through an API."""
         if self._endpoint is None:
-            from nanorl.endpoint.dialects import all_dialects  # few runs need it
+            from nanoinfer.dialects import all_dialects  # few runs need it
             from nanorl.endpoint.server import RecordingServer
 
             self._endpoint = RecordingServer(

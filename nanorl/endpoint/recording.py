@@ -27,7 +27,9 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.turns import ids_after_turn
+from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.completions import check_grammar_size
 from nanoinfer.server.config import HttpLimits
@@ -39,8 +41,6 @@ from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
 from nanorl.endpoint.call_tree import CallNode, CallTree
-from nanorl.endpoint.chat_form import ChatForm
-from nanorl.endpoint.exchange import ApiCall, ApiReply, Json, message_of
 from nanorl.rewards.base import Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
+from nanoinfer.dialects.exchange import Json
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanorl.agents.guard import MAX_ANSWER_BYTES
-from nanorl.endpoint.exchange import Json
 
 SCORER_HEADER = "x-scorer-key"
 MIN_KEY_CHARS = 16

@@ -37,6 +37,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
+from nanoinfer.dialects.sse import event_stream
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import (
@@ -50,10 +52,8 @@ from nanoinfer.server.http_io import (
 )
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
-from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import EpisodeReport, ReportRules, read_report
-from nanorl.endpoint.sse import event_stream
 from nanorl.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
 from nanosched.node_address import LOOPBACK, node_address

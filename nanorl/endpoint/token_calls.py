@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanoinfer.dialects.exchange import Json
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import TokenGenerate
 from nanoinfer.server.responses import token_choice, usage
-from nanorl.endpoint.exchange import Json
 from nanorl.endpoint.recording import Recording
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from agent_doubles import tiny_tokenizer
 
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.report import ReportRules
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services

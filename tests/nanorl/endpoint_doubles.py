@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from nanoengine.model.chat_template import Message
-from nanorl.endpoint.dialects import all_dialects
-from nanorl.endpoint.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
+from nanoinfer.dialects import all_dialects
+from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
 from nanorl.endpoint.recording import Recording, Sampled
 from nanorl.endpoint.server import ApiSession, RecordingServer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.model.chat_template import Message
+from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.hermes import HermesParser
-from nanorl.endpoint.chat_form import ChatForm
 
 PARSER = HermesParser(role="user")
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import ApiSession, RecordingServer
 

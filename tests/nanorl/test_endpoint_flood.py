@@ -16,10 +16,10 @@ import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.program import MAX_CONNECTIONS, Relay
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import ApiSession, RecordingServer
 

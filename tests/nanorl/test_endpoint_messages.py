@@ -26,11 +26,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
+from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, message_of
+from nanoinfer.dialects.messages import MessagesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.dialects.messages import MessagesDialect
-from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import ApiSession
 

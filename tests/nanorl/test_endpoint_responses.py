@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, message_of
+from nanoinfer.dialects.responses import ResponsesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.dialects.responses import ResponsesDialect
-from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import ApiSession
 

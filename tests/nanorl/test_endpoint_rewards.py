@@ -15,12 +15,12 @@ import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 from agent_programs import SECRET, TASK, TINY, play, written
 
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
 from nanorl.agents.kit import run_loop, run_scoring
 from nanorl.agents.limits import Limits
 from nanorl.config import RunConfig
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import SCORER_HEADER, ReportRules, read_scorer_key
 from nanorl.endpoint.server import ApiSession, RecordingServer

@@ -12,12 +12,12 @@ from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
 from nanorl.endpoint.call_tree import CallTree
-from nanorl.endpoint.exchange import ApiCall, message_of
 from nanorl.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=1000, max_turn_tokens=12, max_context_tokens=4000)

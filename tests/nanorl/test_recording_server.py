@@ -12,9 +12,9 @@ import openai
 import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.endpoint.server import RecordingServer

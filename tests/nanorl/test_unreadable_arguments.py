@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from endpoint_doubles import answer_of, reply_of
 
-from nanorl.endpoint.dialects.messages import MessagesDialect
-from nanorl.endpoint.exchange import ApiToolCall
+from nanoinfer.dialects.exchange import ApiToolCall
+from nanoinfer.dialects.messages import MessagesDialect
 
 DIALECT = MessagesDialect()
 ASKED: dict[str, Any] = {

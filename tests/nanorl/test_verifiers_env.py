@@ -24,12 +24,12 @@ from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
+from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.agents.limits import Limits
 from nanorl.cli import main
 from nanorl.config import RunConfig
-from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs import verifiers_process

@@ -20,9 +20,9 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.call_ids import SPEAKERS
 from nanoinfer.chat.choose import client_tool_chat
+from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanoinfer.params import Output
 from nanoinfer.server.tool_calls import OPEN, parse_call
-from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, Json
 
 _REASONING = re.compile(r"\s*<think>(.*?)(?:</think>\s*|$)", re.DOTALL)
 _CLOSED = "</think>"  # alone where the prompt opened it

@@ -18,11 +18,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.params import Grammar
-from nanoinfer.server.http_io import ApiError, read_json_body
-from nanoinfer.server.requests import MAX_TOP_LOGPROBS, StrictBody
-from nanoinfer.server.responses import chat_logprobs
-from nanorl.endpoint.exchange import (
+from nanoinfer.dialects.exchange import (
     ApiAnswer,
     ApiCall,
     ApiReply,
@@ -33,6 +29,10 @@ from nanorl.endpoint.exchange import (
     bearer_key,
     forced_tool,
 )
+from nanoinfer.params import Grammar
+from nanoinfer.server.http_io import ApiError, read_json_body
+from nanoinfer.server.requests import MAX_TOP_LOGPROBS, StrictBody
+from nanoinfer.server.responses import chat_logprobs
 
 DECIDED = ("temperature", "top_p")
 """Fields that the run decides."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.server.http_io import ApiError, read_json_body
-from nanoinfer.server.requests import ChatCompletion
-from nanoinfer.server.responses import chat_logprobs
-from nanorl.endpoint.exchange import (
+from nanoinfer.dialects.exchange import (
     ApiAnswer,
     ApiCall,
     ApiReply,
@@ -22,6 +19,9 @@ from nanorl.endpoint.exchange import (
     bearer_key,
     forced_tool,
 )
+from nanoinfer.server.http_io import ApiError, read_json_body
+from nanoinfer.server.requests import ChatCompletion
+from nanoinfer.server.responses import chat_logprobs
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),

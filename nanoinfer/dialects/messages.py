@@ -17,10 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool
 
 from nanoengine.model.chat_template import Message
-from nanoinfer.params import Grammar
-from nanoinfer.server.http_io import ApiError, read_json_body
-from nanoinfer.server.requests import StrictBody
-from nanorl.endpoint.exchange import (
+from nanoinfer.dialects.exchange import (
     ApiAnswer,
     ApiCall,
     ApiReply,
@@ -32,6 +29,9 @@ from nanorl.endpoint.exchange import (
     forced_tool,
     read_arguments,
 )
+from nanoinfer.params import Grammar
+from nanoinfer.server.http_io import ApiError, read_json_body
+from nanoinfer.server.requests import StrictBody
 
 DECIDED = ("temperature", "top_p", "top_k")
 """Fields that the run decides."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from starlette.responses import Response, StreamingResponse
 
-from nanorl.endpoint.exchange import ServerEvent
+from nanoinfer.dialects.exchange import ServerEvent
 
 
 def event_stream(events: Iterable[ServerEvent]) -> Response:
