@@ -2,8 +2,9 @@
 
 A turn is never encoded again: what was sampled stays as it is, and what follows is appended. What
 follows is cut out of the real conversation, rendered with a mark in the place of the turn's text:
-behind the mark stand what ends the turn and then the new messages. Three facts of real templates
-make that more than a search for an end-of-turn token:
+behind the mark stand what ends the turn and then the new messages. Turns between the opening and
+this one are left out: rendering them all again each time would cost more than a small model does.
+Three facts of real templates make that more than a search for an end-of-turn token:
 
     a call is printed behind the content        so the mark also stands in the call's arguments
     GLM-4 ends a turn with the next role's token     so one of another role is replaced
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from nanoengine.model.chat_template import Message
@@ -69,8 +71,8 @@ def ids_after_turn(
     an empty one. `tools` are those that the conversation opened with. `ValueError` if the template
     refuses the conversation, does not print all of it, or does not say where a turn ends.
     """
-    *before, turn = history
-    marked = _Marked(tokenizer, before, turn, tools)
+    opening = takewhile(lambda message: message["role"] != "assistant", history)
+    marked = _Marked(tokenizer, [*opening, history[-1]], tools)
     between = marked.ids_before(new)
     end = _first(between, tokenizer.eos_ids)
     if end is None:
@@ -113,14 +115,14 @@ class _Marked:
     def __init__(
         self,
         tokenizer: ChatTokenizer,
-        before: Sequence[Message],
-        turn: Message,
+        history: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
         self._mark = _new_mark()
-        self._history = [*before, _with_mark(turn, self._mark)]
+        *opening, turn = history
+        self._history = [*opening, _with_mark(turn, self._mark)]
         if turn.get("tool_calls") and self._mark not in self._history_text():
             # The template prints no calls.
             self._history[-1] = {**self._history[-1], "content": self._mark}
@@ -149,7 +151,7 @@ class _Marked:
         try:
             return self._rendered([])[0]
         except ValueError:  # Llama's template takes one call a turn, and any number of results
-            self._history = [_with_last_call(message) for message in self._history]
+            self._history = [*self._history[:-1], _with_last_call(self._history[-1])]
             return self._rendered([])[0]
 
     def _rendered(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
