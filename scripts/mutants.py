@@ -1,10 +1,11 @@
 """Do the tests notice bugs? Plants the bugs of a drawn list, one at a time, and runs the tests.
 
     python scripts/mutants.py --draw 60 --seed 29        # writes tests/mutants.json; commit it
+    python scripts/mutants.py --draw 30 --seed 30 --group clients --list tests/mutants_clients.json
     python scripts/mutants.py --run --rows rows.jsonl [--only ID ...] [--round after]
     python scripts/mutants.py --figures --rows rows.jsonl --out benchmarks/mutants_DATE.json
 
-The list is drawn from eight areas evenly, out of the commit that it names: what may be changed and
+A list is drawn from the areas of a group evenly, out of the commit that it names: what may be changed and
 how is mutations.py. A bug that turns out to change nothing that anybody could see is given a reason
 under "equivalent" in the list, and `--draw` again takes the next of the same seed in its place.
 
@@ -150,6 +151,13 @@ AREAS = {
         ),
     ),
 }
+GROUPS = {
+    "trust": (
+        *("sandbox", "endpoint", "service", "store", "router", "supervision", "batching"),
+        "recorder",
+    ),
+}
+"""Areas that one list is drawn from."""
 NEAR = {
     "nanorl/agents/guard.py": "test_agent_command",
     "nanorl/batching.py": "test_batching",
@@ -205,10 +213,11 @@ class Mutant:
 # Drawing.
 
 
-def shares(count: int) -> dict[str, int]:
+def shares(count: int, group: str = "trust") -> dict[str, int]:
     """How many bugs each area gets: as evenly as can be, the first ones more."""
-    each, rest = divmod(count, len(AREAS))
-    return {area: each + (index < rest) for index, area in enumerate(AREAS)}
+    areas = GROUPS[group]
+    each, rest = divmod(count, len(areas))
+    return {area: each + (index < rest) for index, area in enumerate(areas)}
 
 
 def sources_of(area: Area, commit: str) -> dict[str, str]:
@@ -233,7 +242,8 @@ def drawn_of(area: str, sources: Mapping[str, str], seed: int, wanted: int,
              known: Mapping[str, str | None]) -> list[Mutant]:  # fmt: skip
     """The first of an area's draw, so many that `wanted` are no equivalents; `known` has the
     reasons of those that are, by id."""
-    area_seed = seed * len(AREAS) + list(AREAS).index(area)
+    areas = next(areas for areas in GROUPS.values() if area in areas)
+    area_seed = seed * len(areas) + areas.index(area)
     num_equivalent = sum(1 for id, why in known.items() if why and id.startswith(f"{area}-"))
     drawn = draw(sources, seed=area_seed, count=wanted + num_equivalent)
     ids = [f"{area}-{number:02d}" for number in range(1, len(drawn) + 1)]
@@ -243,7 +253,7 @@ def drawn_of(area: str, sources: Mapping[str, str], seed: int, wanted: int,
     ]
 
 
-def draw_list(path: Path, count: int, seed: int) -> None:
+def draw_list(path: Path, count: int, seed: int, group: str) -> None:
     """Write the list; one of the same seed that is there keeps its commit and its reasons."""
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -256,7 +266,7 @@ def draw_list(path: Path, count: int, seed: int) -> None:
             known = {row["id"]: row["equivalent"] for row in old["mutants"]}
     mutants = [
         mutant
-        for area, wanted in shares(count).items()
+        for area, wanted in shares(count, group).items()
         for mutant in drawn_of(area, sources_of(AREAS[area], head), seed, wanted, known)
     ]
     about = {"seed": seed, "count": count, "commit": head}
@@ -471,6 +481,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draw", type=int, metavar="N", help="write a list of N bugs")
     parser.add_argument("--seed", type=int, default=29)
+    parser.add_argument("--group", choices=GROUPS, default="trust", help="the areas to draw from")
     parser.add_argument("--list", type=Path, default=LIST)
     parser.add_argument("--run", action="store_true", help="plant the bugs and run the tests")
     parser.add_argument("--only", nargs="*", metavar="ID", help="of these bugs alone")
@@ -482,7 +493,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / f"benchmarks/mutants_{today}.json")
     given = parser.parse_args()
     if given.draw:
-        draw_list(given.list, given.draw, given.seed)
+        draw_list(given.list, given.draw, given.seed, given.group)
     if (given.run or given.figures) and given.rows is None:
         parser.error("--rows: name the file for the outcomes, such as --rows rows.jsonl")
     if given.run:
