@@ -5,9 +5,10 @@
     python scripts/mutants.py --run --rows rows.jsonl [--only ID ...] [--round after]
     python scripts/mutants.py --figures --rows rows.jsonl --out benchmarks/mutants_DATE.json
 
-A list is drawn from the areas of a group evenly, out of the commit that it names: what may be changed and
-how is mutations.py. A bug that turns out to change nothing that anybody could see is given a reason
-under "equivalent" in the list, and `--draw` again takes the next of the same seed in its place.
+A list is drawn from the areas of a group evenly, out of the commit that it names: what may be
+changed and how is mutations.py. A bug that turns out to change nothing that anybody could see is
+given a reason under "equivalent" in the list, and `--draw` again takes the next of the same seed in
+its place.
 
 A run copies the working tree to a folder of its own, puts one bug into the copy, and runs the test
 files of its area there until one fails: of every bug those nearest to its file, then of those still
@@ -84,7 +85,7 @@ AREAS = {
         ),
     ),
     "endpoint": Area(
-        files=("nanorl/endpoint/*.py", "nanoinfer/dialects/*.py"),
+        files=("nanorl/endpoint/*.py", "nanoinfer/dialects/*.py", "nanoinfer/chat/form.py"),
         left_out=("recording.py",),
         tests=(
             *("test_chat_form", "test_episode_report", "test_unreadable_arguments"),
