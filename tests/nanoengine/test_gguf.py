@@ -12,7 +12,7 @@ from tiny_models import make_reference
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanoengine.model.gguf import _tokenizer, convert_gguf
+from nanoengine.model.gguf import convert_gguf
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 TENSORS = {
