@@ -84,6 +84,7 @@ def _gemma3_fields(fields: GgufFields, shape: Mapping[str, Any]) -> dict[str, An
     is_deepest = shape["num_hidden_layers"] == _DEEPEST_GEMMA3
     return {
         "sliding_window": fields.need("gemma3.attention.sliding_window", int),
+        "sliding_window_pattern": fields.get("gemma3.attention.sliding_window_pattern", int),
         "query_pre_attn_scalar": (
             shape["hidden_size"] // shape["num_attention_heads"]
             if is_deepest
@@ -151,7 +152,8 @@ def convert_gguf(file: str | Path, folder: str | Path) -> None:
         built.save(str(scratch / "tokenizer.json"))
         settings = tokenizer.config(config.max_position_embeddings)
         _write_json(scratch / "tokenizer_config.json", settings)
-        _write_json(scratch / "generation_config.json", _generation_config(tokenizer))
+        ids = {name: one for name, one in tokenizer.id_fields.items() if one is not None}
+        _write_json(scratch / "generation_config.json", ids)
         os.rename(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -200,9 +202,7 @@ def _config(
         # stored as fp32; six digits give back the 1e-05 of the original config
         "rms_norm_eps": float(f"{epsilon:.6g}"),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in tensors),
-        "bos_token_id": tokenizer.special_ids.get("bos"),
-        "eos_token_id": tokenizer.end_ids,
-        "pad_token_id": tokenizer.special_ids.get("pad"),
+        **tokenizer.id_fields,
     }
     shape |= read_rope(fields, shape, {t.name: t for t in tensors if t.name in FACTORS})
     if architecture.more_fields is not None:
@@ -247,14 +247,6 @@ def uninterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of each head from pairs (x0 y0 x1 y1 ...) back to halves (x0 x1 ... y0 y1 ...)."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _generation_config(tokenizer: GgufTokenizer) -> dict[str, Any]:
-    ends: list[int] | int = tokenizer.end_ids
-    if len(tokenizer.end_ids) == 1:
-        ends = tokenizer.end_ids[0]
-    ids = {name: tokenizer.special_ids.get(name) for name in ("bos", "pad")} | {"eos": ends or None}
-    return {f"{name}_token_id": index for name, index in ids.items() if index is not None}
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

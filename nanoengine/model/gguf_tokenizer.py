@@ -3,8 +3,9 @@
 Two kinds: byte-level BPE, where `tokenizer.ggml.pre` names how text is cut before it is merged, and
 SentencePiece, whose file has scores and no merges: two neighbours merge into a token that the
 vocabulary holds, best score first, so the merges are read off the vocabulary. A space is put before
-a text, and not behind a control token inside of it, as transformers does. Which ids end a turn is a
-set: llama.cpp's fields, and the control tokens that it knows by name.
+a text, and not behind a control token inside of it, as transformers does; Phi-3 has it there too,
+and drops what space a text has behind a control token. Which ids end a turn is a set: llama.cpp's
+fields, and the control tokens that it knows by name.
 Left out: unigram and WordPiece vocabularies, other cuts. Each is refused by name.
 Source: llama.cpp's llama-vocab.cpp for what a file leaves unsaid, and the models' own
 `tokenizer.json` for the patterns.
@@ -35,6 +36,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _MOST_CHARS = 512  # of a token with a score: each of its cuts is looked up
 _SPACE = "\u2581"
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_PHI_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # behind it; its other control tokens do not
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
 _ENDS = (
     "<|eot_id|>",
@@ -57,12 +59,10 @@ _QWEN_WORDS = (
 )
 _LLAMA3_WORDS = _QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}"
-_TEKKEN_WORDS = rf"{_CASED}*{_LOWER}+|{_CASED}+{_LOWER}*|\p{{N}}{_MARKS}"
-_GPT4O_WORDS = (
-    rf"{_CASED}*{_LOWER}+{_CONTRACTIONS}?|{_CASED}+{_LOWER}*{_CONTRACTIONS}?|"
-    rf"\p{{N}}{{1,3}}{_MARKS}"
+_TEKKEN_WORDS = (
+    rf"{_CASED}*{_LOWER}+|{_CASED}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -95,9 +95,7 @@ _CUTS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _Cut(words=_LLAMA3_WORDS),  # SmolLM3's
-    "dbrx": _Cut(words=_LLAMA3_WORDS),  # Phi-4's
     "tekken": _Cut(words=_TEKKEN_WORDS, keeps_words=True, adds_bos=True),
-    "gpt-4o": _Cut(words=_GPT4O_WORDS),  # Phi-4-mini's
 }
 """By `tokenizer.ggml.pre`."""
 
@@ -114,6 +112,7 @@ class GgufTokenizer:
                 "and 'llama' (SentencePiece)"
             )
         self._is_byte_level = kind == "gpt2"
+        self._is_phi = fields.get("general.architecture", str) == "phi3"
         self._cut = self._read_cut() if self._is_byte_level else None
         self.tokens = fields.need(f"{_FIELD}.tokens", list)
         self._ids = {token: index for index, token in enumerate(self.tokens)}
@@ -135,11 +134,16 @@ class GgufTokenizer:
         return sorted(ends)
 
     @property
-    def special_ids(self) -> dict[str, int]:
-        """The ids of `bos`, `pad` and `unk` that the file has."""
-        names = {"bos": "bos", "pad": "padding", "unk": "unknown"}
-        found = {name: self._special[field] for name, field in names.items()}
-        return {name: index for name, index in found.items() if index is not None}
+    def id_fields(self) -> dict[str, Any]:
+        """The fields about ids of config.json and generation_config.json; None: not in the file."""
+        ends: list[int] | int | None = self.end_ids or None
+        if len(self.end_ids) == 1:
+            ends = self.end_ids[0]
+        return {
+            "bos_token_id": self._special["bos"],
+            "eos_token_id": ends,
+            "pad_token_id": self._special["padding"],
+        }
 
     def build(self) -> Tokenizer:
         """The tokenizer, with its control tokens and with what it puts around a plain text."""
@@ -148,7 +152,7 @@ class GgufTokenizer:
             add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
             add(
                 [
-                    AddedToken(self.tokens[index], special=is_special, normalized=False)
+                    self._added(self.tokens[index], is_special)
                     for index, kind in self._types.items()
                     if kind in kinds
                 ]
@@ -163,20 +167,21 @@ class GgufTokenizer:
             )
         return tokenizer
 
+    def _added(self, token: str, is_special: bool) -> AddedToken:
+        strips = self._is_phi and token not in _PHI_KEEPS_SPACE
+        return AddedToken(token, special=is_special, normalized=False, rstrip=strips)
+
     def config(self, longest: int) -> dict[str, Any]:
         """The fields of `tokenizer_config.json`."""
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": longest,
-        }
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self._is_byte_level:
             config["add_prefix_space"] = False
-        named = {**self.special_ids, "eos": self._special["eos"]}
-        config |= {
-            f"{name}_token": self.tokens[i] for name, i in named.items() if i is not None
-        }
-        config |= {f"add_{name}_token": adds for name, adds in self._adds.items()}
+        config |= {"clean_up_tokenization_spaces": False, "model_max_length": longest}
+        names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+        for name, field in names.items():
+            index = self._special[field]
+            if index is not None:
+                config[f"{name}_token"] = self.tokens[index]
         template = self._chat_template()
         return config if template is None else config | {"chat_template": template}
 
@@ -275,9 +280,14 @@ class GgufTokenizer:
                 byte_fallback=True,
             )
         )
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement=_SPACE, prepend_scheme="first" if has_space else "never", split=False
-        )
+        if self._is_phi:
+            before = [normalizers.Prepend(_SPACE)] if has_space else []
+            spaces = normalizers.Replace(" ", _SPACE)
+            tokenizer.normalizer = normalizers.Sequence([*before, spaces])
+        else:
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+                replacement=_SPACE, prepend_scheme="first" if has_space else "never", split=False
+            )
         steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if has_space:
             steps.append(decoders.Strip(content=" ", left=1))

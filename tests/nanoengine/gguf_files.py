@@ -1,7 +1,7 @@
 """GGUF files of tiny models, written with llama.cpp's own writer as its converter does."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def byte_vocabulary(size: int = 211, pre: str = "smollm") -> Vocabulary:
 
 
 PIECES = (
-    "\u2581\u2581 th he in \u2581t \u2581a \u2581the er on re \u2581s at ell llo hello \u2581hello "
+    "\u2581\u2581 th he in \u2581t \u2581a \u2581the er on re \u2581s at ll llo hello \u2581hello "
     "wor orl world \u2581world or ld ab abc bc bcd cd \u2581ab \u2581abc aa aaa == ==== \u2581= 12"
 ).split(" ")
 
@@ -280,9 +280,9 @@ def write_gguf(
     architecture: str | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
-    extra_fields: Sequence[tuple[str, Any, gguf.GGUFValueType]] = (),
+    overridden: tuple[str, Any] | None = None,
 ) -> None:
-    """The file of a model; matrices are stored as `kind`."""
+    """The file of a model; matrices are stored as `kind`. One field may have another value."""
     config = model.config
     stored = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(file), architecture or stored)
@@ -303,8 +303,10 @@ def write_gguf(
     _add_rope(writer, config)
     (vocabulary or byte_vocabulary(config.vocab_size)).add_to(writer)
     writer.add_chat_template(TEMPLATE)
-    for name, value, value_type in extra_fields:
-        writer.add_key_value(name, value, value_type)
+    if overridden is not None:
+        name, value = overridden
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     heads = {}
     if stored in INTERLEAVED:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_gguf import write_gguf
+from gguf_files import write_gguf
 from tiny_models import make_reference
 
 from nanoengine.model import sources
