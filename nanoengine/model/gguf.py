@@ -173,13 +173,13 @@ def _architecture(fields: GgufFields) -> _Architecture:
     for field in _CHANGES:
         value = fields.get(f"{name}.{field}", float)
         if value:
-            raise ValueError(f"{name}.{field}={value:g}: not supported; supported is a file without")
+            raise ValueError(
+                f"{name}.{field}={value:g}: not supported; supported is a file without"
+            )
     return _ARCHITECTURES[name]
 
 
-def _config(
-    fields: GgufFields, tensors: list[GgufTensor], tokenizer: GgufTokenizer
-) -> ModelConfig:
+def _config(fields: GgufFields, tensors: list[GgufTensor], tokenizer: GgufTokenizer) -> ModelConfig:
     name = fields.need("general.architecture", str)
     architecture = _ARCHITECTURES[name]
     heads = fields.need(f"{name}.attention.head_count", int)

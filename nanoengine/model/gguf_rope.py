@@ -140,9 +140,7 @@ def _longrope(fields: GgufFields, prefix: str, lists: Mapping[str, Tensor]) -> d
     return rope if length is None else rope | {"attention_factor": length}
 
 
-def _yarn(
-    fields: GgufFields, prefix: str, factor: float | None, longest: int
-) -> dict[str, Any]:
+def _yarn(fields: GgufFields, prefix: str, factor: float | None, longest: int) -> dict[str, Any]:
     if factor is None:
         raise ValueError(f"the field {prefix}factor is missing; the file is not a complete model")
     if fields.get(f"{prefix}attn_factor", float) not in (None, 1.0):

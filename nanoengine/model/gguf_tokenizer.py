@@ -7,7 +7,7 @@ a text, and not behind a control token inside of it, as transformers does; Phi-3
 and drops what space a text has behind a control token. Which ids end a turn is a set: llama.cpp's
 fields, and the control tokens that it knows by name.
 Left out: unigram and WordPiece vocabularies, other cuts. Each is refused by name.
-Source: llama.cpp's llama-vocab.cpp for what a file leaves unsaid, and the models' own
+Source: llama.cpp's loader of vocabularies for what a file leaves unsaid, and the models' own
 `tokenizer.json` for the patterns.
 """
 
@@ -112,9 +112,11 @@ class GgufTokenizer:
                 "and 'llama' (SentencePiece)"
             )
         self._is_byte_level = kind == "gpt2"
-        self._is_phi = fields.get("general.architecture", str) == "phi3"
+        is_phi = fields.get("general.architecture", str) == "phi3"
+        self._is_phi = is_phi and not self._is_byte_level
         self._cut = self._read_cut() if self._is_byte_level else None
-        self.tokens = fields.need(f"{_FIELD}.tokens", list)
+        listed = fields.need(f"{_FIELD}.tokens", list)
+        self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(listed)]
         self._ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self._ids) != len(self.tokens):
             raise ValueError(f"{_FIELD}.tokens: a token is listed twice; convert the model anew")
@@ -125,13 +127,12 @@ class GgufTokenizer:
     @property
     def end_ids(self) -> list[int]:
         """The ids that end a turn."""
-        ends = {self._special[name] for name in ("eos", "eot", "eom")} - {None}
-        for name in _ENDS:
-            index = self._ids.get(name)
-            # SmolLM2 has <|endoftext|> for what it does not know, and ends nothing with it
-            if index != self._special["unknown"] and self._types.get(index) == _CONTROL:
-                ends.add(index)
-        return sorted(ends)
+        named = [self._ids[name] for name in _ENDS if name in self._ids]
+        ends = {index for index in named if self._types.get(index) == _CONTROL}
+        # SmolLM2 has <|endoftext|> for what it does not know, and ends nothing with it
+        ends -= {self._special["unknown"]}
+        given = (self._special[name] for name in ("eos", "eot", "eom"))
+        return sorted(ends | {index for index in given if index is not None})
 
     @property
     def id_fields(self) -> dict[str, Any]:
@@ -157,8 +158,7 @@ class GgufTokenizer:
                     if kind in kinds
                 ]
             )
-        around = {name: self.tokens[self._special[name] or 0] for name in self._adds}
-        before, after = ([around[name]] if self._adds[name] else [] for name in ("bos", "eos"))
+        before, after = self._edge("bos"), self._edge("eos")
         if before or after:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=[*before, "$A", *after],
@@ -166,6 +166,18 @@ class GgufTokenizer:
                 special_tokens=[(token, self._ids[token]) for token in (*before, *after)],
             )
         return tokenizer
+
+    def _edge(self, name: str) -> list[str]:
+        """The token that a text has there, if any."""
+        index = self._special[name]
+        if not self._adds[name] or index is None:
+            return []
+        token = self.tokens[index]
+        if token.startswith("$") or ":" in token:  # a template would read it as something else
+            raise ValueError(
+                f"{_FIELD}.{name}_token_id={index}: {token!r} cannot be added to texts"
+            )
+        return [token]
 
     def _added(self, token: str, is_special: bool) -> AddedToken:
         strips = self._is_phi and token not in _PHI_KEEPS_SPACE
@@ -193,14 +205,16 @@ class GgufTokenizer:
             if name.startswith(f"{field}."):
                 named[name.removeprefix(f"{field}.")] = self._fields.get(name, str)
         found = [{"name": n, "template": text} for n, text in named.items() if text is not None]
-        return found if len(found) > 1 else named["default"]
+        return found if named.keys() > {"default"} else named["default"]
 
     # -- what is read
 
     def _read_cut(self) -> _Cut:
         pre = self._fields.get(f"{_FIELD}.pre", str) or "gpt-2"
         if pre not in _CUTS:
-            raise ValueError(f"{_FIELD}.pre={pre!r}: not supported; supported are {', '.join(_CUTS)}")
+            raise ValueError(
+                f"{_FIELD}.pre={pre!r}: not supported; supported are {', '.join(_CUTS)}"
+            )
         return _CUTS[pre]
 
     def _read_id(self, name: str) -> int | None:
@@ -230,8 +244,11 @@ class GgufTokenizer:
         if len(kinds) != len(self.tokens):
             raise ValueError(f"{field}: has {len(kinds)} numbers for {len(self.tokens)} tokens")
         types = {index: kind for index, kind in enumerate(kinds) if kind != _NORMAL}
-        ends = {self._special[name] for name in ("bos", "eos", "eot", "eom")} - {None}
-        return types | dict.fromkeys(ends, _CONTROL)
+        for name in ("bos", "eos", "eot", "eom"):
+            index = self._fields.get(f"{_FIELD}.{name}_token_id", int)
+            if index is not None:
+                types[index] = _CONTROL  # some files have these as words of the text
+        return types
 
     # -- byte-level BPE
 

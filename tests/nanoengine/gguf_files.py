@@ -194,15 +194,20 @@ def byte_vocabulary(size: int = 211, pre: str = "smollm") -> Vocabulary:
     return Vocabulary("gpt2", tokens, types, merges, pre=pre, ids={"bos": 1, "eos": 2})
 
 
-PIECES = (
-    "\u2581\u2581 th he in \u2581t \u2581a \u2581the er on re \u2581s at ll llo hello \u2581hello "
-    "wor orl world \u2581world or ld ab abc bc bcd cd \u2581ab \u2581abc aa aaa == ==== \u2581= 12"
-).split(" ")
+_WORDS = "\u2581the \u2581hello \u2581world \u2581ab \u2581abc \u2581t \u2581a \u2581s \u2581="
+_PARTS = "th he in er on re at ll llo hello wor orl world or ld ab abc bc bcd cd aa aaa == ==== 12"
 
 
 def sentencepiece_vocabulary(size: int = 0, **flags: bool) -> Vocabulary:
     """As Mistral's: three control tokens, the bytes, two turns, pieces by score, characters."""
-    pieces = [*PIECES, *"\u2581eaoinrtlhdswbc=[]!<>/", "é", "\u65e5"]
+    pieces = [
+        "\u2581\u2581",
+        *_PARTS.split(),
+        *_WORDS.split(),
+        *"\u2581eaoinrtlhdswbc=[]!<>/",
+        "é",
+        "\u65e5",
+    ]
     head = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     tokens = head + [f"<0x{byte:02X}>" for byte in range(256)] + pieces
     types = [UNKNOWN, CONTROL, CONTROL, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(pieces)

@@ -14,13 +14,14 @@ import torch
 from gguf_files import (
     SHAPES,
     TEMPLATE,
+    Vocabulary,
     byte_vocabulary,
     make_model,
     sentencepiece_vocabulary,
     write_gguf,
 )
 from tiny_models import make_reference
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
@@ -110,7 +111,7 @@ def test_quantised_tensors_are_the_numbers_that_transformers_reads(
     assert torch.equal(logits(ours), logits(theirs))
 
 
-def _resized(model, vocabulary):  # noqa: ANN001, ANN202: a model of transformers
+def _resized(model: PreTrainedModel, vocabulary: Vocabulary) -> PreTrainedModel:
     model.resize_token_embeddings(len(vocabulary.tokens), mean_resizing=False)
     return model
 
@@ -213,7 +214,9 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(
         zeros = np.zeros(4, dtype=np.float32)
         options["extra_tensors"] = dict.fromkeys(options["extra_tensors"], zeros)
     overridden = options.pop("field", None)
-    write_gguf(tmp_path / "m.gguf", make_reference("llama-gqa-tied"), overridden=overridden, **options)
+    write_gguf(
+        tmp_path / "m.gguf", make_reference("llama-gqa-tied"), overridden=overridden, **options
+    )
     with pytest.raises(ValueError, match=message):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert [f.name for f in tmp_path.iterdir()] == ["m.gguf"]

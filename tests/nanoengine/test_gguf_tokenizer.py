@@ -1,10 +1,12 @@
 """Tokens of a GGUF's tokenizer: those of the original, of transformers, of llama.cpp's rule.
 
 transformers reads the same files with three faults that are not followed: it puts a space before
-the texts of a vocabulary that says it wants none, forgets the BOS that llama.cpp gives to Llama 3 and
-tekken where the flag is left out, and the NFC of Qwen. Where it has one, the original decides.
+the texts of a vocabulary that says it wants none, forgets the BOS that llama.cpp gives to Llama 3
+and tekken where the flag is left out, and the NFC of Qwen. The original decides, where there is
+one.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +62,7 @@ def by_best_score(vocabulary: Vocabulary, text: str) -> list[int]:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     parts = list(text.replace(" ", "\u2581"))
     while True:
-        merged = [ids.get(left + right) for left, right in zip(parts, parts[1:], strict=False)]
+        merged = [ids.get(left + right) for left, right in itertools.pairwise(parts)]
         usable = [
             (vocabulary.scores[index], -place)
             for place, index in enumerate(merged)
@@ -121,6 +123,17 @@ def test_transformers_gives_the_same_tokens_of_a_mistral(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe"])
+def test_transformers_gives_the_same_tokens_of_byte_level_files(pre: str, tmp_path: Path) -> None:
+    ours = _of_file(byte_vocabulary(pre=pre), tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    folder = AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = ["ab ab12<think><|im_end|>", "ABab aB'S 1212  x/y ..//\n\n", " ab\n", "a  b 12345", ""]
+    for text in texts:
+        assert plain(ours, text) == theirs(text, add_special_tokens=False).input_ids, text
+        assert folder(text).input_ids == ours.encode(text).ids, text
+
+
 def _of_file(vocabulary: Vocabulary, folder: Path) -> Tokenizer:
     """The tokenizer as the converted file's folder has it."""
     from nanoengine.model.gguf import convert_gguf
@@ -161,7 +174,7 @@ def _with_scores(vocabulary: Vocabulary, unknown: int) -> None:
 
 
 def test_the_tokens_of_llama_2_are_those_of_its_own_tokenizer() -> None:
-    """All of the first Mistrals' kind; a text that begins with a space is cut as transformers does."""
+    """And so of the first Mistrals. A text that begins with a space is cut as transformers does."""
     vocabulary, original = _as_gguf(npm_folder(LLAMA2) / "tokenizer.json")
     _with_scores(vocabulary, unknown=0)
     tokenizer = read(vocabulary).build()
@@ -239,7 +252,7 @@ def _tekken() -> tuple[Vocabulary, tiktoken.Encoding]:
     for token, rank in ranks.items():
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+            pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
             place = pairs.index(min(pairs))
             parts[place : place + 2] = [parts[place] + parts[place + 1]]
         if len(parts) == 2:
@@ -312,7 +325,11 @@ def test_a_plain_text_begins_and_ends_as_the_file_says(
         ({1: "<|eot_id|>", 2: "<|end_of_text|>", 0: "<|eom_id|>"}, {"eos": 2}, [0, 1, 2]),
         ({1: "<|endoftext|>"}, {"eos": 2}, [1, 2]),
         ({1: "<|endoftext|>"}, {"eos": 2, "unknown": 1}, [2]),  # SmolLM2's
-        ({2: "<|other|>", 40: "<|im_end|>"}, {"eos": 1}, [1]),  # a word of the text, and no control token
+        (
+            {2: "<|other|>", 40: "<|im_end|>"},
+            {"eos": 1},
+            [1],
+        ),  # a word of the text, and no control token
         ({}, {}, [2]),  # <|im_end|>, by its name
     ],
 )
@@ -333,6 +350,26 @@ def test_named_templates_are_kept() -> None:
     ]
     assert read(byte_vocabulary(), **{field: "a"}).config(9)["chat_template"] == "a"
     assert "chat_template" not in read(byte_vocabulary()).config(9)
+
+
+@pytest.mark.parametrize("name", ["$A", "$B:1", "$1", "a:b", "a b", "::", "<x:1>", "$A $B"])
+def test_a_text_begins_with_the_token_that_the_file_names_or_not_at_all(name: str) -> None:
+    vocabulary = byte_vocabulary(pre="llama-bpe")
+    vocabulary.tokens[1] = name
+    try:
+        found = read(vocabulary).build().encode("ab").ids
+    except ValueError as error:
+        assert name in str(error)
+    else:
+        assert found[0] == 1
+
+
+def test_tokens_without_a_name_keep_their_places() -> None:
+    vocabulary = byte_vocabulary()
+    vocabulary.tokens[200] = vocabulary.tokens[201] = ""
+    assert plain(read(vocabulary).build(), "ab 12") == plain(
+        read(byte_vocabulary()).build(), "ab 12"
+    )
 
 
 @pytest.mark.parametrize(
