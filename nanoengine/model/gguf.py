@@ -188,7 +188,9 @@ def _config(fields: GgufFields, tensors: list[GgufTensor], tokenizer: GgufTokeni
     value_dim = fields.get(f"{name}.attention.value_length", int)
     if value_dim not in (None, head_dim):
         raise ValueError(f"{name}.attention.value_length={value_dim}: must be {head_dim}, as keys")
-    epsilon = fields.need(f"{name}.attention.layer_norm_rms_epsilon", float)
+    epsilon = fields.positive(f"{name}.attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        raise ValueError(f"the field {name}.attention.layer_norm_rms_epsilon is missing")
     shape: dict[str, Any] = {
         "model_type": architecture.model_type,
         "vocab_size": len(tokenizer.tokens),
@@ -204,6 +206,9 @@ def _config(fields: GgufFields, tensors: list[GgufTensor], tokenizer: GgufTokeni
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in tensors),
         **tokenizer.id_fields,
     }
+    for field in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"):
+        if shape[field] < 1:
+            raise ValueError(f"{field}={shape[field]}: must be at least 1")
     shape |= read_rope(fields, shape, {t.name: t for t in tensors if t.name in FACTORS})
     if architecture.more_fields is not None:
         shape |= architecture.more_fields(fields, shape)

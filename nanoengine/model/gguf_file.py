@@ -67,6 +67,13 @@ class GgufFields:
             raise ValueError(f"the field {name} is missing; the file is not a complete model")
         return value
 
+    def positive(self, name: str) -> float | None:
+        """A number that something is divided by or raised to a power, or None."""
+        value = self.get(name, float)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value:g}: must be a number above 0")
+        return value
+
     def names(self) -> list[str]:
         return list(self._values)
 
@@ -167,7 +174,7 @@ def _form(kind: int) -> str:
 
 
 def _read(data: np.ndarray) -> tuple[GgufFields, list[GgufTensor]]:
-    cursor = _Cursor(memoryview(data))
+    cursor = _Cursor(data.data)
     if bytes(cursor.take(4)) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version = cursor.number("<I")

@@ -35,7 +35,7 @@ _KNOWN = {
     "yarn_beta_fast",
     "yarn_beta_slow",
 }
-_LOCAL_THETA = 10000.0  # of Gemma 3's layers with a window, where a file does not say
+_THETA = 10000.0  # where a file does not say; of Gemma 3's layers with a window too
 
 
 def read_rope(
@@ -44,12 +44,15 @@ def read_rope(
     """The fields of config.json about the rope, from those about the shape of the model."""
     name = fields.need("general.architecture", str)
     width = fields.get(f"{name}.rope.dimension_count", int) or shape["head_dim"]
-    theta = fields.get(f"{name}.rope.freq_base", float)
-    theta = 10000.0 if theta is None else theta
+    if not 1 <= width <= shape["head_dim"]:
+        raise ValueError(
+            f"{name}.rope.dimension_count={width}: must be from 1 to {shape['head_dim']}, the head"
+        )
+    theta = fields.positive(f"{name}.rope.freq_base") or _THETA
     rope = _scaling(fields, name, theta, width, shape, factors) | {"rope_theta": theta}
     if name == "gemma3":
-        local = fields.get("gemma3.rope.freq_base_swa", float)
-        near = {"rope_type": "default", "rope_theta": local or _LOCAL_THETA}
+        local = fields.positive("gemma3.rope.freq_base_swa") or _THETA
+        near = {"rope_type": "default", "rope_theta": local}
         rope = {"full_attention": rope, "sliding_attention": near}
     found: dict[str, Any] = {"rope_parameters": rope}
     if name == "phi3":
@@ -86,15 +89,14 @@ def _scaling(
         return _divided(lists[_FREQS], theta, width, shape["max_position_embeddings"])
     if lists:
         raise ValueError(f"tensors {', '.join(lists)}: not supported in a {name} model")
-    factor = fields.get(f"{prefix}factor", float)
-    factor = fields.get(f"{name}.rope.scale_linear", float) if factor is None else factor
+    factor = fields.positive(f"{prefix}factor") or fields.positive(f"{name}.rope.scale_linear")
     if kind == "yarn":
         return _yarn(fields, prefix, factor, shape["max_position_embeddings"])
     if kind not in (None, "none", "linear"):
         raise ValueError(
             f"{prefix}type={kind!r}: not supported; supported are 'none', 'linear', 'yarn'"
         )
-    if kind == "none" or factor in (None, 0.0, 1.0):
+    if kind == "none" or factor in (None, 1.0):
         return {"rope_type": "default"}
     return {"rope_type": "linear", "factor": factor}
 
@@ -136,7 +138,7 @@ def _longrope(fields: GgufFields, prefix: str, lists: Mapping[str, Tensor]) -> d
         "long_factor": lists[_LONG].tolist(),
         "original_max_position_embeddings": fields.need(f"{prefix}original_context_length", int),
     }
-    length = fields.get(f"{prefix}attn_factor", float)
+    length = fields.positive(f"{prefix}attn_factor")
     return rope if length is None else rope | {"attention_factor": length}
 
 
@@ -145,15 +147,14 @@ def _yarn(fields: GgufFields, prefix: str, factor: float | None, longest: int) -
         raise ValueError(f"the field {prefix}factor is missing; the file is not a complete model")
     if fields.get(f"{prefix}attn_factor", float) not in (None, 1.0):
         raise ValueError(f"{prefix}attn_factor: not supported with yarn; supported is 1")
+    original = fields.positive(f"{prefix}original_context_length")
     rope: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": (
-            fields.get(f"{prefix}original_context_length", int) or longest
-        ),
+        "original_max_position_embeddings": longest if original is None else int(original),
     }
     for name in ("beta_fast", "beta_slow"):
-        value = fields.get(f"{prefix}yarn_{name}", float)
+        value = fields.positive(f"{prefix}yarn_{name}")
         if value is not None:
             rope[name] = value
     return rope

@@ -142,13 +142,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return found
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=3000, deadline=None)
 @given(data=st.data())
 def test_damage_is_one_error_or_another_model(
     data: st.DataObject, files: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("gguf")
-    whole = bytearray(data.draw(st.sampled_from(files)))
+    whole = bytearray(files[data.draw(st.integers(0, 2))])
     header = whole.rindex(b".weight") + 60
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, header))
