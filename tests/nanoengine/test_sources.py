@@ -1,6 +1,7 @@
 """A model's source ends in a sound folder or in one message that says how to go on."""
 
 import hashlib
+import json
 import multiprocessing
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_gguf import write_gguf
+from gguf_files import write_gguf
 from tiny_models import make_reference
 
 from nanoengine.model import sources
@@ -196,3 +197,20 @@ def test_a_gguf_file_is_a_model_and_converted_once(tmp_path: Path) -> None:
     assert other != folder and load_model(other).config.model_type == "llama"
     with pytest.raises(ValueError, match=r"none\.gguf': no such file"):
         resolve_model(tmp_path / "none.gguf", tmp_path / "cache", notify=said.append)
+
+
+def test_what_an_older_version_converted_is_made_again(tmp_path: Path) -> None:
+    """It read no BOS. SmolLM2's folder is still what it was, and stays without its wheel."""
+    write_gguf(tmp_path / "m.gguf", make_reference("llama-gqa-tied"))
+    folder = resolve_model(tmp_path / "m.gguf", tmp_path / "cache", notify=no_notice)
+    record = json.loads((folder / "checksums.json").read_text())
+    sha256 = record["source_sha256"]
+    assert verify_folder(folder, sha256)
+    (folder / "checksums.json").write_text(json.dumps({**record, "format": 1}))
+    assert not verify_folder(folder, sha256)
+    resolve_model(tmp_path / "m.gguf", tmp_path / "cache", notify=no_notice)
+    assert verify_folder(folder, sha256)
+    for version, is_sound in ((0, False), (1, True), (2, True), (3, False)):
+        changed = {**record, "format": version, "source_sha256": SMOLLM2.sha256}
+        (folder / "checksums.json").write_text(json.dumps(changed))
+        assert verify_folder(folder, SMOLLM2.sha256) == is_sound
