@@ -26,12 +26,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import (
-    Adapter,
-    LowRank,
-    check_adapter,
-    read_adapter,
-)
+from nanoengine.model.lora import Adapter, LowRank, adapter_of
 from nanoengine.model.low_rank import AddedChange
 from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
@@ -102,10 +97,8 @@ class AdapterPool:
             raise ValueError("adapter name: is empty, which stands for the model alone; give one")
         if self._model.split.size > 1:
             raise ValueError(f"adapter {name!r}: not available with tp > 1; merge it, or set tp=1")
-        is_folder = isinstance(source, (str, Path))
-        adapter = read_adapter(source) if isinstance(source, (str, Path)) else source
-        where = str(source) if is_folder else f"adapter {name!r}"
-        check_adapter(self._model, adapter, where)
+        where = str(source) if isinstance(source, (str, Path)) else f"adapter {name!r}"
+        adapter = adapter_of(self._model, source, where)
         places = adaptable(self._model)
         odd = [module for module in adapter if module not in places]
         if odd:
