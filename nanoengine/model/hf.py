@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -369,6 +370,7 @@ def load_model(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
+    say_limit(path, config)
     check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
     model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split, is_int8=is_int8)
@@ -377,6 +379,12 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model
+
+
+def say_limit(folder: Path, config: ModelConfig) -> None:
+    """Warn once where the context of a folder ends before others serve it."""
+    if config.context_limit is not None:
+        warnings.warn(f"{folder / 'config.json'}: {config.context_limit}", stacklevel=3)
 
 
 def check_memory(
