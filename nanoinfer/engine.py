@@ -319,7 +319,7 @@ class LLMEngine:
 
     def _start_version(self, version: int) -> None:
         if self.config.in_flight == "keep":
-            self._scheduler.keep_all()
+            self._scheduler.keep_all(self.version)
         else:
             self._scheduler.restart_all()
         for seq in self._sequences.values():
