@@ -416,7 +416,9 @@ def _require(fields: Mapping[str, Any], name: str) -> int:
 def _read_kv_heads(fields: Mapping[str, Any], family: ModelFamily, heads: int) -> int:
     """Left out it is what the family's class in transformers says; null is one for each head."""
     value = fields.get("num_key_value_heads", family.default("num_key_value_heads"))
-    return heads if value is None else _require({"num_key_value_heads": value}, "num_key_value_heads")
+    return (
+        heads if value is None else _require({"num_key_value_heads": value}, "num_key_value_heads")
+    )
 
 
 def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1) -> int:

@@ -88,7 +88,9 @@ def make_app(config: ServerConfig) -> HttpApp:
         torch.set_num_threads(config.threads)
     name = config.model_name or config.model.resolve().name
     adapters = parse_adapters(config.adapters, name)
-    llm = LLM(config.model, config.infer, dtype=config.dtype, device=config.device, lora=config.lora)
+    llm = LLM(
+        config.model, config.infer, dtype=config.dtype, device=config.device, lora=config.lora
+    )
     for adapter, folder in adapters.items():
         llm.engine.load_adapter(adapter, folder)
     return HttpApp(

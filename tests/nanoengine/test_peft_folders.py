@@ -192,7 +192,14 @@ def test_numbers_that_are_none_are_refused_by_the_tensors_name(
 
 def test_which_modules_a_config_names_is_what_peft_matches(folder: Path, tmp_path: Path) -> None:
     every = [*adaptable(load_model(folder)), "lm_head", "model.layers.12.mlp.up_proj"]
-    ends = ["q_proj", "proj", "self_attn.v_proj", "mlp.up_proj", "layers.1.mlp.down_proj", "lm_head"]
+    ends = [
+        "q_proj",
+        "proj",
+        "self_attn.v_proj",
+        "mlp.up_proj",
+        "layers.1.mlp.down_proj",
+        "lm_head",
+    ]
     patterns = [
         ".*self_attn.*(q|v)_proj",
         r"model\.layers\.(0|2)\..*",
@@ -205,7 +212,9 @@ def test_which_modules_a_config_names_is_what_peft_matches(folder: Path, tmp_pat
     draw, file, seen = random.Random(0), tmp_path / "adapter_config.json", set()
     for _ in range(300):
         chosen = draw.sample([*ends, *every], draw.randint(1, 4))
-        options: dict[str, object] = {"target_modules": draw.choice([chosen, draw.choice(patterns)])}
+        options: dict[str, object] = {
+            "target_modules": draw.choice([chosen, draw.choice(patterns)])
+        }
         if draw.random() < 0.5:
             options["exclude_modules"] = draw.choice([draw.sample(ends, 2), draw.choice(patterns)])
         if isinstance(options["target_modules"], list) and draw.random() < 0.5:
@@ -233,7 +242,7 @@ def test_a_pattern_of_targets_does_not_run_for_ever(folder: Path, tmp_path: Path
     worst = ".*.*.*.*.*x"
     with pytest.raises(ValueError, match="the tensors adapt"):
         read_adapter(write(tmp_path / "adapter", [Q0], folder, target_modules=worst))
-    with pytest.raises(ValueError, match="target_modules .* is not supported"):
+    with pytest.raises(ValueError, match=r"target_modules .* is not supported"):
         read_adapter(write(tmp_path / "adapter", [Q0], folder, target_modules=".*" + worst))
 
 

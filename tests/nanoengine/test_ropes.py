@@ -147,7 +147,7 @@ def test_every_drawn_rope_is_that_of_transformers() -> None:
         found = our_ropes(ours)
         assert len(found) == len(theirs)
         for (mine, length), (expected, magnitude) in zip(found, theirs, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0, msg=lambda m: f"{fields}: {m}")  # noqa: B023, E501
+            assert torch.allclose(mine, expected, rtol=1e-6, atol=0), fields
             assert length == pytest.approx(magnitude, rel=1e-9), fields
         again = ModelConfig.from_hf_dict(ours.to_hf_dict())
         assert again == ours, fields
@@ -178,8 +178,16 @@ def test_a_rope_that_was_added_to_a_folder_is_taken() -> None:
 def test_how_far_a_rope_reaches_is_what_vllm_derives() -> None:
     """`_get_and_verify_max_len`: the factor times the length before it."""
     cases: list[tuple[str, dict[str, Any], int]] = [
-        ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        ("qwen2", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+        (
+            "qwen2",
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            256,
+        ),
+        (
+            "qwen2",
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+            512,
+        ),
         ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 1024),
         ("llama", {"rope_type": "linear", "factor": 3.0}, 768),
         ("llama", {"rope_type": "dynamic", "factor": 3.0}, 256),
@@ -229,7 +237,9 @@ def test_a_longrope_says_its_limit_at_load_or_has_none(tmp_path: Path) -> None:
     assert largest_difference(tmp_path, theirs, 32) < 1e-4
     # the way on that the line names: one list, which transformers reads the same at every length
     long = LONG["rope_scaling"]["long_factor"]
-    theirs = write_folder(tmp_path, {**LONG, "rope_scaling": {**LONG["rope_scaling"], "short_factor": long}})
+    theirs = write_folder(
+        tmp_path, {**LONG, "rope_scaling": {**LONG["rope_scaling"], "short_factor": long}}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_model(tmp_path).config.max_position_embeddings == 256

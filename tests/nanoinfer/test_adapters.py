@@ -271,7 +271,9 @@ def test_two_engines_over_one_model_have_adapters_of_their_own(folder: Path) -> 
     while not all(done):
         for found, engine in zip(done, (first, second), strict=True):
             found |= dict(engine.step())
-    assert [bits(found[h]) for found, h in zip(done, handles, strict=True)] == list(map(bits, alone))
+    assert [bits(found[h]) for found, h in zip(done, handles, strict=True)] == list(
+        map(bits, alone)
+    )
     first.unload_adapter("a")
     assert bits(second.generate([PROMPT], params("a"))[0]) == bits(alone[1])
     first.load_adapter("a", make_changes(folder, 0))

@@ -86,7 +86,9 @@ def test_the_default_adapter_trains_and_is_sampled_as_it_was_trained(
     for _ in range(2):
         trained.forward_backward(request)
         trained.optim_step(AdamParams(learning_rate=0.05))
-    moved = [name for name, change in changes(trained).items() if (change.high_OR != before[name]).any()]
+    moved = [
+        name for name, change in changes(trained).items() if (change.high_OR != before[name]).any()
+    ]
     assert moved == list(every)
     trained.forward_backward(dataclasses.replace(request, forward_only=True))
     expected = trained.engine.last_logps[0][1:].tolist()
@@ -113,7 +115,7 @@ def test_each_half_alone_is_all_of_it_and_nothing_else(family: str, tmp_path: Pa
     attention = targets_of(model, {**DEFAULT, "train_mlp": False})
     assert set(attention) == {name for name in names if name.startswith("self_attn.")}
     if FAMILIES[family].experts:
-        with pytest.raises(ValueError, match="train_attn is off, .* mixture of experts"):
+        with pytest.raises(ValueError, match=r"train_attn is off, .* mixture of experts"):
             targets_of(model, {**DEFAULT, "train_attn": False})
     else:
         mlp = targets_of(model, {**DEFAULT, "train_attn": False})
@@ -136,5 +138,7 @@ def test_a_snapshot_that_was_spoiled_is_not_sampled(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["base_model.model.model.layers.0.mlp.gate_up_proj.lora_A.weight"][0, 0] = torch.nan
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.gate_up_proj\.weight' holds NaN"):
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.mlp\.gate_up_proj\.weight' holds NaN"
+    ):
         base.make_sampler().update_weights(base.weights(tmp_path / "snapshot"), 1)
