@@ -53,9 +53,12 @@ def checksums_and_finite(xs: Sequence[Tensor]) -> list[tuple[int, bool]]:
 
 def all_finite(xs: Sequence[Tensor]) -> list[bool]:
     """Neither NaN nor infinity in each; a GPU is waited for once."""
-    if _are_plain(*xs) and _are_floats(*xs):
-        return ops.for_ranges(xs, has_finite=True)[1]
-    return [bool(flag) for flag in to_host([_is_finite_in_torch(x) for x in xs])]
+    are_plain = [_are_plain(x) and _are_floats(x) for x in xs]
+    plain = [x for x, is_plain in zip(xs, are_plain, strict=True) if is_plain]
+    others = [x for x, is_plain in zip(xs, are_plain, strict=True) if not is_plain]
+    natively = iter(ops.for_ranges(plain, has_finite=True)[1])
+    in_torch = iter(to_host([_is_finite_in_torch(x) for x in others]))
+    return [bool(next(natively if is_plain else in_torch)) for is_plain in are_plain]
 
 
 def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[int]:

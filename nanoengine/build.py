@@ -23,7 +23,7 @@ import torch
 from nanoengine.config import EngineConfig, SplitConfig
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import check_memory, load_model, load_stages, read_state
+from nanoengine.model.hf import check_memory, load_model, load_stages, read_state, say_limit
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import check_zero
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
@@ -68,6 +68,7 @@ def build_engine(
         return Engine(load_model(folder, device=str(mesh.device)), config, mesh)
     path = Path(folder)
     shape = ModelConfig.from_folder(path)
+    say_limit(path, shape)
     check_layout(mesh.layout, shape, config, split)
     check_memory(shape, torch.float32, mesh.device, num_parts=mesh.size(("tp", "pp", "ep")))
     models = _make_models(shape, mesh, split)

@@ -58,9 +58,8 @@ from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,
     LowRank,
-    check_adapter,
+    adapter_of,
     choose_targets,
-    read_adapter,
     write_adapter,
 )
 from nanoengine.model.lora_config import LoraConfig
@@ -268,10 +267,8 @@ class LoraAdapter(nn.Module):
     def load(self, source: str | Path | Adapter) -> None:
         """Take A and B of a folder in PEFT's format, or of `changes`. `ValueError`, with nothing
         changed, unless modules, rank and scale are this adapter's."""
-        is_folder = isinstance(source, (str, Path))
-        adapter = read_adapter(source) if isinstance(source, (str, Path)) else source
-        name = str(source) if is_folder else "adapter"
-        check_adapter(self.base.model, adapter, name)
+        name = str(source) if isinstance(source, (str, Path)) else "adapter"
+        adapter = adapter_of(self.base.model, source, name)
         if set(adapter) != set(self.targets):
             odd = sorted(set(adapter) ^ set(self.targets))
             raise ValueError(

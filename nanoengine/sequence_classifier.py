@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_state, read_state
+from nanoengine.model.hf import check_finite, load_state, read_state
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
@@ -64,6 +64,7 @@ def load_sequence_classifier(
             f"{folder}: {_HEAD} must have shape (1, {config.hidden_size}), found {found}: give a "
             "sequence-classification folder with one label"
         )
+    check_finite([(_HEAD, head)], "nothing was loaded; fetch the model again")
     model = SequenceClassifier(config, dtype, device)
     load_state(model, tensors.items())
     with torch.no_grad():

@@ -14,24 +14,23 @@ the transcript in C++ and CUDA graphs do not know adapters.
 A name may be loaded again: that is another version of it. What requests of the old one have sampled
 stays theirs, and they go on with the new one, as with new weights of the model. The prefix cache
 never mixes adapters or versions: `key` is part of every block's digest.
+
+Several engines over one model each have adapters of their own, also under the same names.
 Left out: models split over ranks, adapters of the output head, of embeddings and of experts.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import (
-    Adapter,
-    LowRank,
-    check_adapter,
-    read_adapter,
-)
+from nanoengine.model.lora import Adapter, LowRank, adapter_of
 from nanoengine.model.low_rank import AddedChange
 from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
@@ -40,33 +39,37 @@ Rows = Mapping[str, Tensor]
 """The rows of a step that belong to each adapter in it, in rising order."""
 
 
-class _StepRows:
-    """The rows of the step under way; the matrices of a model share one."""
+class _StepRows(threading.local):
+    """The rows of the step under way; the matrices of a model share one for each engine over it.
+    Each thread has its own: two engines may step at a time."""
 
     def __init__(self) -> None:
         self.of: Rows = {}
 
 
 class _MatrixAdapters:
-    """What a `PackedLinear` asks after its product (its `adapters`)."""
+    """What a `PackedLinear` asks after its product (its `adapters`): the changes of every engine
+    over the model, of which one whose step is not under way has no rows. They go with the engine.
+    """
 
-    def __init__(self, matrix: PackedLinear, step: _StepRows) -> None:
-        self._matrix, self._step = matrix, step
-        self.changes: dict[str, AddedChange] = {}
+    def __init__(self, matrix: PackedLinear) -> None:
+        self._matrix = matrix
+        self.changes: WeakKeyDictionary[_StepRows, dict[str, AddedChange]] = WeakKeyDictionary()
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """y with the changes of the step's adapters added to their rows, in place."""
         invariant = self._matrix.batch_invariant
-        for name, rows in self._step.of.items():
-            change = self.changes.get(name)
-            if change is None:  # this adapter leaves the matrix as it is
-                continue
-            if len(rows) == len(y_TO):
-                change.add_to(y_TO, x_TI, batch_invariant=invariant)
-                continue
-            y_NO = y_TO.index_select(0, rows)
-            change.add_to(y_NO, x_TI.index_select(0, rows), batch_invariant=invariant)
-            y_TO.index_copy_(0, rows, y_NO)
+        for step, changes in list(self.changes.items()):
+            for name, rows in step.of.items():
+                change = changes.get(name)
+                if change is None:  # this adapter leaves the matrix as it is
+                    continue
+                if len(rows) == len(y_TO):
+                    change.add_to(y_TO, x_TI, batch_invariant=invariant)
+                    continue
+                y_NO = y_TO.index_select(0, rows)
+                change.add_to(y_NO, x_TI.index_select(0, rows), batch_invariant=invariant)
+                y_TO.index_copy_(0, rows, y_NO)
         return y_TO
 
 
@@ -102,10 +105,8 @@ class AdapterPool:
             raise ValueError("adapter name: is empty, which stands for the model alone; give one")
         if self._model.split.size > 1:
             raise ValueError(f"adapter {name!r}: not available with tp > 1; merge it, or set tp=1")
-        is_folder = isinstance(source, (str, Path))
-        adapter = read_adapter(source) if isinstance(source, (str, Path)) else source
-        where = str(source) if is_folder else f"adapter {name!r}"
-        check_adapter(self._model, adapter, where)
+        where = str(source) if isinstance(source, (str, Path)) else f"adapter {name!r}"
+        adapter = adapter_of(self._model, source, where)
         places = adaptable(self._model)
         odd = [module for module in adapter if module not in places]
         if odd:
@@ -121,8 +122,9 @@ class AdapterPool:
                 parts.setdefault(place.matrix, []).append(here)
         for matrix, changes in parts.items():
             if not isinstance(matrix.adapters, _MatrixAdapters):
-                matrix.adapters = _MatrixAdapters(matrix, self._step)
-            matrix.adapters.changes[name] = AddedChange.of(matrix, changes)
+                matrix.adapters = _MatrixAdapters(matrix)
+            mine = matrix.adapters.changes.setdefault(self._step, {})
+            mine[name] = AddedChange.of(matrix, changes)
         self._num_loaded += 1
         self._keys[name] = f"{name}\0{self._num_loaded}".encode()
 
@@ -137,8 +139,13 @@ class AdapterPool:
     def _forget(self, name: str) -> None:
         for place in adaptable(self._model).values():
             held = place.matrix.adapters
-            if isinstance(held, _MatrixAdapters) and held.changes.pop(name, None) is not None:
-                place.matrix.adapters = held if held.changes else None
+            if not isinstance(held, _MatrixAdapters):
+                continue
+            mine = held.changes.get(self._step, {})
+            mine.pop(name, None)
+            if not mine:
+                held.changes.pop(self._step, None)
+            place.matrix.adapters = held if held.changes else None
 
     @contextmanager
     def applied(self, rows: Rows) -> Iterator[None]:

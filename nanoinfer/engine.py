@@ -30,9 +30,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kernels.checksum import all_finite
 from nanoengine.model.device import release_memory
-from nanoengine.model.hf import held_state, load_state
+from nanoengine.model.hf import check_finite, held_state, load_state
 from nanoengine.model.lora import Adapter
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
@@ -258,7 +257,7 @@ class LLMEngine:
         finite, and then nothing was written: the old version goes on serving. With `is_finite` the
         caller has looked at the values, which are not read once more."""
         start = time.perf_counter()
-        load_state(self.model, state if is_finite else _finite(state))
+        load_state(self.model, state, is_finite=is_finite)
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
@@ -270,7 +269,7 @@ class LLMEngine:
         start = time.perf_counter()
         release_memory()  # what training needed and the cache will not: it takes pages of its own
         self._num_repacks = -1
-        _finite(held_state(self.model), "no token is sampled by such weights")
+        check_finite(held_state(self.model), "no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
@@ -320,7 +319,7 @@ class LLMEngine:
 
     def _start_version(self, version: int) -> None:
         if self.config.in_flight == "keep":
-            self._scheduler.keep_all()
+            self._scheduler.keep_all(self.version)
         else:
             self._scheduler.restart_all()
         for seq in self._sequences.values():
@@ -461,15 +460,3 @@ class Metrics:
 
     def to_dict(self) -> dict[str, float]:
         return {name: float(value) for name, value in asdict(self).items()}
-
-
-def _finite(
-    state: Iterable[tuple[str, Tensor]], outcome: str = "nothing was loaded"
-) -> list[tuple[str, Tensor]]:
-    """All of `state`, if it is finite. Without this an engine would go on sampling from NaN without
-    an error."""
-    state = list(state)
-    for (name, _), is_finite in zip(state, all_finite([x for _, x in state]), strict=True):
-        if not is_finite:
-            raise ValueError(f"tensor {name!r} holds NaN or infinity; {outcome}")
-    return state

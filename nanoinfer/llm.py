@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanoengine.model.chosen_dtype import chosen_dtype
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import load_model
@@ -39,14 +40,16 @@ class LLM:
         folder: str | Path,
         config: InferConfig | None = None,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: str = "auto",
         lora: str | Path | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """`device` is auto (CUDA if there is any), cpu, cuda or cuda:N."""
+        """`dtype` may be "auto": the folder's own. `device` is auto (CUDA if there is any), cpu,
+        cuda or cuda:N."""
         place = resolve_device(device) if mesh is None else mesh.device
         enter_device(place)
+        dtype = chosen_dtype(dtype, folder)
         self.tokenizer = ChatTokenizer.from_folder(folder)
         split = None
         if mesh is not None:

@@ -193,6 +193,10 @@ class Output:
     """Nats, fp32, of the whole vocabulary before any edit or truncation: of the tempered
     distribution, or of the model's own where `logps_mode` is "raw"."""
     versions: list[int] = field(default_factory=list)  # policy version that sampled each token
+    cache_versions: list[int] = field(default_factory=list)
+    """For each token the oldest policy version among the keys and values that it was sampled over:
+    that of the prompt's cached part. Other than `versions` only where caches are kept
+    (`InferConfig.in_flight`); such tokens are no policy's own."""
     finish_reason: FinishReason = "length"
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     sampled_logps: list[float] = field(default_factory=list)
@@ -224,7 +228,12 @@ class Output:
                 for name in ("top_logps", "prompt_top_logps")
                 if name in given
             }
-            for name, kind in (("ids", int), ("versions", int), ("logps", float)):
+            for name, kind in (
+                ("ids", int),
+                ("versions", int),
+                ("cache_versions", int),
+                ("logps", float),
+            ):
                 columns[name] = [kind(value) for value in given.get(name, ())]
             return cls(**{**given, **columns})
         except (TypeError, ValueError) as error:

@@ -261,14 +261,16 @@ class BatchScheduler:
             self._stop(seq)
             insort(self.waiting, seq, key=_by_rank)
 
-    def keep_all(self) -> None:
-        """Let running sequences go on with what they have cached, though the weights changed; but
-        those whose prompt is scored are sent back, since all its scores are to be of one version.
-        """
+    def keep_all(self, version: int) -> None:
+        """Let running sequences go on with what they have cached, though the weights changed from
+        those of `version`; but those whose prompt is scored are sent back, since all its scores are
+        to be of one version."""
         self.restart([seq for seq in self.running if seq.params.prompt_logps])
         for seq in self.running:
             self.end_prefill(seq)  # nobody waits for a prefix that cannot be shared
             seq.keeps_old_cache = True
+            if seq.oldest_version is None:
+                seq.oldest_version = version
 
     def _stop(self, seq: Sequence) -> None:
         self.end_prefill(seq)

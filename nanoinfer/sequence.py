@@ -23,6 +23,7 @@ class Sequence:
     __slots__ = (
         "adapter_key",
         "block_table",
+        "cache_versions",
         "digests",
         "drafts",
         "edits",
@@ -36,6 +37,7 @@ class Sequence:
         "num_committed_tokens",
         "num_computed_tokens",
         "num_prompt",
+        "oldest_version",
         "params",
         "pending_keys",
         "priority",
@@ -73,6 +75,7 @@ class Sequence:
         self.prompt_logps: list[float] = []  # where `params.prompt_logps`
         self.prompt_top_logps: list[list[tuple[int, float]]] = []  # where both
         self.versions: list[int] = []
+        self.cache_versions: list[int] = []
         self.stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_ids)
         )
@@ -96,6 +99,7 @@ class Sequence:
         self.pending_keys: list[bytes] = []  # blocks this sequence is about to compute
         self.drafts: list[int] = []  # guesses computed after `ids` in the step under way
         self.keeps_old_cache = False  # some of it is older weights', so nobody else may find it
+        self.oldest_version: int | None = None  # of them, where it does
         self.waits_for = -1  # handle of a running sequence that computes our prefix
 
     @property
@@ -133,13 +137,22 @@ class Sequence:
         return range(first, min(self.num_computed_tokens + num_new, self.num_prompt - 1))
 
     def append(
-        self, token: int, logp: float, version: int, sampled_logp: float | None = None
+        self,
+        token: int,
+        logp: float,
+        version: int,
+        sampled_logp: float | None = None,
+        cache_version: int | None = None,
     ) -> None:
-        """Take a sampled token, and decide whether it was the last."""
+        """Take a sampled token, and decide whether it was the last. `cache_version` is given where
+        it was sampled over another cache than this one."""
         self.ids.append(token)
         self.logps.append(logp)
         self.sampled_logps.append(logp if sampled_logp is None else sampled_logp)
         self.versions.append(version)
+        if cache_version is None:
+            cache_version = version if self.oldest_version is None else self.oldest_version
+        self.cache_versions.append(cache_version)
         if token in self.stop_ids:
             self._finish("stop", token)
         elif self.text is not None and (text := self.text.push(token)) is not None:
@@ -154,14 +167,16 @@ class Sequence:
         they could not be this request's."""
         num_tokens = len(sampled.ids)
         tops = sampled.top_logps if self.params.top_logps else [[]] * num_tokens
-        columns = (sampled.logps, sampled.versions, sampled.sampled_logps, tops)
+        cached = sampled.cache_versions or sampled.versions
+        columns = (sampled.logps, sampled.versions, sampled.sampled_logps, tops, cached)
         if any(len(column) != num_tokens for column in columns):
             raise ValueError(
-                f"sampled: {num_tokens} ids, but logps, versions, sampled_logps and top_logps have "
-                f"{', '.join(str(len(column)) for column in columns)}; give one for each id"
+                f"sampled: {num_tokens} ids, but logps, versions, sampled_logps, top_logps and "
+                f"cache_versions have {', '.join(str(len(column)) for column in columns)}; give "
+                "one for each id"
             )
         rows = zip(sampled.ids, *columns, strict=True)
-        for at, (token, logp, version, sampled_logp, top) in enumerate(rows):
+        for at, (token, logp, version, sampled_logp, top, cache_version) in enumerate(rows):
             if self.finish_reason is not None:
                 raise ValueError(
                     f"sampled: the request ended after {at} of its {num_tokens} tokens "
@@ -169,7 +184,7 @@ class Sequence:
                 )
             if self.params.top_logps:
                 self.top_logps.append(top)
-            self.append(token, logp, version, sampled_logp)
+            self.append(token, logp, version, sampled_logp, cache_version)
         if self.finish_reason is not None:
             raise ValueError(
                 f"sampled: its last token ended the request ({self.finish_reason}); there is "
@@ -200,6 +215,7 @@ class Sequence:
             ids=self.ids[self.num_prompt :],
             logps=self.logps,
             versions=self.versions,
+            cache_versions=self.cache_versions,
             finish_reason=self.finish_reason,
             num_cached_tokens=self.num_cached_tokens or 0,
             sampled_logps=self.sampled_logps,

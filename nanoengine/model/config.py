@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.model.families import DEFAULTS, ModelFamily, family_of
-from nanoengine.model.rope import LongRope, RopeScaling, read_scaling, write_scaling
+from nanoengine.model.rope import (
+    LinearRope,
+    LongRope,
+    RopeScaling,
+    lengthened,
+    limit_of,
+    read_scaling,
+    write_scaling,
+)
 
 MAX_LAYERS = 10_000
 """Ten times the deepest models that were ever trained: more is a damaged file."""
@@ -121,6 +129,11 @@ class ModelConfig:
         """Say whether layer `index` holds a mixture of experts."""
         return self.num_experts > 0 and index not in self.dense_layers
 
+    @property
+    def context_limit(self) -> str | None:
+        """One line where the context ends before the one that config.json speaks of."""
+        return limit_of(self.rope_scaling, self.max_position_embeddings)
+
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` of a Hugging Face folder."""
@@ -162,8 +175,7 @@ class ModelConfig:
         unroped = _read_unroped(fields, family, num_layers)
         longest = get("max_position_embeddings")
         rope = _read_rope(fields, family, longest)
-        if isinstance(rope["rope_scaling"], LongRope):
-            longest = min(longest, rope["rope_scaling"].original_max_position_embeddings)
+        longest = lengthened(rope["rope_scaling"], longest, is_plain=family.local_theta is None)
         return cls(
             model_type=fields["model_type"],
             vocab_size=_require(fields, "vocab_size"),
@@ -171,7 +183,7 @@ class ModelConfig:
             intermediate_size=_require(fields, "intermediate_size"),
             num_layers=num_layers,
             num_heads=heads,
-            num_kv_heads=fields.get("num_key_value_heads") or heads,
+            num_kv_heads=_read_kv_heads(fields, family, heads),
             head_dim=head_dim,
             rms_norm_eps=get("rms_norm_eps"),
             **rope,
@@ -216,9 +228,11 @@ class ModelConfig:
         }
         if not self.eos_ids:
             fields["eos_token_id"] = None
+        if isinstance(self.rope_scaling, LongRope | LinearRope):
+            fields["max_position_embeddings"] = self.rope_scaling.max_position_embeddings
         if isinstance(self.rope_scaling, LongRope):
-            longest, original = "max_position_embeddings", "original_max_position_embeddings"
-            fields |= {name: getattr(self.rope_scaling, name) for name in (longest, original)}
+            original = "original_max_position_embeddings"
+            fields[original] = getattr(self.rope_scaling, original)
         if family.bias in ("switch", "qkv_switch"):
             fields["attention_bias"] = self.attention_bias
         if family.experts == "stacked":
@@ -253,7 +267,6 @@ _COUNTS = (
     "head_dim",
     "max_position_embeddings",
 )
-_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 _MULTIPLIERS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -400,6 +413,14 @@ def _require(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _read_kv_heads(fields: Mapping[str, Any], family: ModelFamily, heads: int) -> int:
+    """Left out it is what the family's class in transformers says; null is one for each head."""
+    value = fields.get("num_key_value_heads", family.default("num_key_value_heads"))
+    return (
+        heads if value is None else _require({"num_key_value_heads": value}, "num_key_value_heads")
+    )
+
+
 def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1) -> int:
     """A field that is a number of tokens or of layers."""
     value = _require({name: default} if fields.get(name) is None else fields, name)
@@ -533,12 +554,21 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> dict[str, Any]:
     """The fields of `ModelConfig` that are about the rope. Both spellings: `rope_parameters`
-    (transformers 5), one or one for each kind of layer, and `rope_theta` + `rope_scaling` (4)."""
-    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    (transformers 5), one or one for each kind of layer, and `rope_theta` + `rope_scaling` (4). Of
+    two, `rope_scaling` is taken, as transformers 5 does: it is what people add to a folder."""
+    new, old = fields.get("rope_parameters") or {}, dict(fields.get("rope_scaling") or {})
+    if "type" in old:  # its name before it was `rope_type`
+        old.setdefault("rope_type", old.pop("type"))
     if not new and not old:
         new = family.default("rope_parameters") or {}
     found: dict[str, Any] = {}
-    if family.local_theta is not None:
+    top = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    if family.local_theta is None:
+        rope = {**top, **(old or new)}
+        original = "original_max_position_embeddings"  # beside them it is what counts
+        beside = fields.get(original, family.default(original))
+        rope[original] = rope.get(original) if beside is None else beside
+    else:
         local = new.get("sliding_attention") or {}
         if read_scaling(local) is not None:
             raise ValueError(
@@ -547,9 +577,11 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
             )
         base = fields.get("rope_local_base_freq", family.local_theta)
         found["local_rope_theta"] = float(local.get("rope_theta", base))
-        new = new.get("full_attention") or {}
-    rope = {**{name: fields.get(name) for name in _ROPE_FIELDS}, **old, **new}
+        rope = {**top, **(new.get("full_attention") or {}), **old}
     rope = {name: value for name, value in rope.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in family.rope_aliases:
+        rope["rope_type"] = family.rope_aliases[kind]
     part = rope.get("partial_rotary_factor", family.default("partial_rotary_factor"))
     if part != 1.0 and not family.partial_rope:
         raise ValueError(

@@ -65,6 +65,8 @@ class ModelFamily:
     """n of `pattern`: every n-th layer sees everything."""
     local_theta: float | None = None
     """The default base of the rope of layers with a window, where they have one of their own."""
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """What a `rope_type` means in this family where that is another one."""
     copied: tuple[str, ...] = ()
     """Fields that have the same name in config.json and in `ModelConfig`."""
     partial_rope: bool = False
@@ -93,7 +95,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Those of most families."""
 
-_QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _OLMO_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
@@ -114,13 +116,17 @@ FAMILIES: dict[str, ModelFamily] = {
         architecture="Qwen3MoeForCausalLM",
         qk_norm="head",
         experts="separate",
-        defaults={"max_position_embeddings": 32768},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4},
     ),
     "mistral": ModelFamily(
         architecture="MistralForCausalLM",
         bias="none",
         windows="all",
-        defaults={"max_position_embeddings": 131072, "sliding_window": 4096},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
     ),
     "smollm3": ModelFamily(
         architecture="SmolLM3ForCausalLM",
@@ -128,6 +134,7 @@ FAMILIES: dict[str, ModelFamily] = {
         constants={"mlp_bias": False},
         defaults={
             "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
             "rope_theta": 2000000.0,
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
@@ -166,7 +173,12 @@ FAMILIES: dict[str, ModelFamily] = {
         fused_qkv=True,
         fused_gate_up=True,
         partial_rope=True,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "gemma3_text": ModelFamily(
         architecture="Gemma3ForCausalLM",
@@ -188,6 +200,7 @@ FAMILIES: dict[str, ModelFamily] = {
         defaults={
             "head_dim": 256,
             "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
             "query_pre_attn_scalar": 256,
             "rope_theta": 1000000.0,
             "sliding_window": 4096,
@@ -210,6 +223,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "attention_bias": True,
             "head_dim": 128,
             "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1.5625e-7,
         },
@@ -225,6 +239,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "attention_bias": True,
             "head_dim": 64,
             "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {
                 "rope_type": "yarn",

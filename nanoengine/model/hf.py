@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.checksum import copy_large
+from kernels.checksum import all_finite, copy_large
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
@@ -236,13 +237,18 @@ def _int8_places(model: Transformer) -> dict[str, MatrixRows]:
 
 
 def load_state(
-    model: Transformer, state: Iterable[tuple[str, Tensor]], *, packs: bool = True
+    model: Transformer,
+    state: Iterable[tuple[str, Tensor]],
+    *,
+    packs: bool = True,
+    is_finite: bool = False,
 ) -> None:
     """Write Hugging Face tensors into the model and repack it (unless the caller does, `packs`).
 
-    `ValueError` names missing, unknown, repeated and wrong-shaped tensors, and then nothing was
-    written. A tied model may also be given `lm_head.weight`, if it equals the embedding. A split
-    model takes its part of the whole tensors.
+    `ValueError` names missing, unknown, repeated and wrong-shaped tensors and those that hold NaN
+    or infinity, and then nothing was written. A tied model may also be given `lm_head.weight`, if
+    it equals the embedding. A split model takes its part of the whole tensors. With `is_finite` the
+    caller has looked at the values, which are not read once more.
     """
     views, slices = hf_views(model), hf_slices(model)
     tensors = _collect(state)
@@ -254,6 +260,8 @@ def load_state(
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
+    if not is_finite:
+        check_finite(tensors.items(), "nothing was loaded; fetch the model again")
     plain = {name: view for name, view in views.items() if not view.is_meta}
     copy_large(list(plain.values()), [tensors[name] for name in plain])
     parts: dict[PackedLinear, list[Tensor]] = {}
@@ -273,8 +281,11 @@ def load_stages(stages: Sequence[Transformer], state: Iterable[tuple[str, Tensor
     if config.tie_word_embeddings:
         drop_tied_head(tensors)
     check_state(hf_views(Transformer(config, device="meta")), tensors)
-    for stage in stages:
-        load_state(stage, ((name, tensors[name]) for name in hf_views(stage)))
+    mine = [(stage, {name: tensors[name] for name in hf_views(stage)}) for stage in stages]
+    for _, part in mine:  # before any stage is written
+        check_finite(part.items(), "nothing was loaded; fetch the model again")
+    for stage, part in mine:
+        load_state(stage, part.items(), is_finite=True)
 
 
 def _drop_experts_elsewhere(
@@ -308,6 +319,15 @@ def drop_tied_head(tensors: dict[str, Tensor]) -> None:
             f"{_TIED_HEAD} differs from model.embed_tokens.weight, but config.json says "
             "tie_word_embeddings=true; nothing was loaded. Set it to false to keep both"
         )
+
+
+def check_finite(state: Iterable[tuple[str, Tensor]], outcome: str) -> None:
+    """`ValueError` names a tensor that holds NaN or infinity. Without this a model would go on
+    computing NaN without an error."""
+    state = list(state)
+    for (name, _), is_finite in zip(state, all_finite([x for _, x in state]), strict=True):
+        if not is_finite:
+            raise ValueError(f"tensor {name!r} holds NaN or infinity; {outcome}")
 
 
 def check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
@@ -350,6 +370,7 @@ def load_model(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
+    say_limit(path, config)
     check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
     model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split, is_int8=is_int8)
@@ -358,6 +379,12 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model
+
+
+def say_limit(folder: Path, config: ModelConfig) -> None:
+    """Warn once where the context of a folder ends before others serve it."""
+    if config.context_limit is not None:
+        warnings.warn(f"{folder / 'config.json'}: {config.context_limit}", stacklevel=3)
 
 
 def check_memory(

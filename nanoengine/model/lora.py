@@ -15,21 +15,22 @@ Source: Hu et al. 2021, arXiv 2106.09685; rank-stabilised scale: Kalajdzievski 2
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.checksum import all_finite
 from nanoengine.model.hf import hf_views
-from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig, scale_of
+from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig
 from nanoengine.model.matrices import adaptable
-from nanoengine.model.patterns import matches_end
+from nanoengine.model.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 
@@ -37,14 +38,8 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
-# Options that change the arithmetic, with the one value that is supported.
-_PLAIN: dict[str, Any] = {
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "lora_bias": False,
-}
+_WRITTEN = ("use_dora", "fan_in_fan_out", "bias", "modules_to_save", "lora_bias")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,10 @@ def _is_meant(target: str, name: str) -> bool:
 
 
 def check_adapter(model: Transformer, adapter: Adapter, source: str) -> None:
-    """`ValueError`, which names `source`, where an adapter is not of this model."""
+    """`ValueError`, which names `source`, where an adapter is not of this model, or changes
+    nothing, or holds what is no number."""
+    if not adapter:
+        raise ValueError(f"{source}: adapts no module, so it would change nothing; fetch it again")
     views = hf_views(model)
     for module, change in adapter.items():
         name = f"{module}.weight"
@@ -116,6 +114,14 @@ def check_adapter(model: Transformer, adapter: Adapter, source: str) -> None:
             raise ValueError(
                 f"{source}: {module}: ranks {high.shape[1]} of B and {low.shape[0]} of A"
             )
+    tensors = [x for change in adapter.values() for x in (change.low_RI, change.high_OR)]
+    names = [f"{module}.lora_{letter}" for module in adapter for letter in "AB"]
+    for name, is_finite in zip(names, all_finite(tensors), strict=True):
+        if not is_finite:
+            raise ValueError(f"{source}: {name} holds NaN or infinity; fetch it again")
+    for module, change in adapter.items():
+        if not math.isfinite(change.scale):
+            raise ValueError(f"{source}: {module} has scale {change.scale}; must be finite")
 
 
 def merge_lora(model: Transformer, folder: str | Path) -> None:
@@ -126,8 +132,7 @@ def merge_lora(model: Transformer, folder: str | Path) -> None:
             f"{folder}: an adapter is merged into whole matrices, and these are int8; merge it, "
             "then quantise"
         )
-    adapter = read_adapter(folder)
-    check_adapter(model, adapter, str(folder))
+    adapter = adapter_of(model, folder, str(folder))
     views = hf_views(model)
     with torch.no_grad():
         for module, change in adapter.items():
@@ -141,18 +146,52 @@ def merge_lora(model: Transformer, folder: str | Path) -> None:
 
 def read_adapter(folder: str | Path) -> dict[str, LowRank]:
     """The adapter that `peft` or `write_adapter` saved, on the CPU in the dtype of the file.
-    `ValueError` names a file that is missing or damaged, or an option that is not supported."""
-    path = Path(folder)
-    config = _read_config(path / CONFIG_FILE)
+    `ValueError` names a file that is missing or damaged, an option that is not supported, or what
+    options and tensors say differently."""
+    return _read_folder(Path(folder))[1]
+
+
+def _read_folder(path: Path) -> tuple[PeftConfig, dict[str, LowRank]]:
+    config = read_peft_config(path / CONFIG_FILE)
+    pairs = _read_pairs(path / TENSOR_FILE)
     adapter = {}
-    for module, pair in _read_pairs(path / TENSOR_FILE).items():
+    for module, pair in pairs.items():
         if set(pair) != {"A", "B"}:
             raise ValueError(f"{path}: {module} has lora_{next(iter(pair))} alone; fetch it again")
         try:
-            scale = _scale(config, module, len(pair["A"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            rank, scale = config.rank_of(module), config.scale_of(module)
+        except ValueError as error:
             raise ValueError(f"{path / CONFIG_FILE}: no scale for {module}: {error}") from None
+        found = {len(pair["A"]), *pair["B"].shape[1:]}
+        if len(found) == 1 and found != {rank}:
+            raise ValueError(
+                f"{path / CONFIG_FILE}: r says that {module} has rank {rank}, and its tensors have "
+                f"{found.pop()}, so the scale is not known; mend r or rank_pattern"
+            )
         adapter[module] = LowRank(pair["A"], pair["B"], scale)
+    try:
+        config.check_modules(adapter)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
+    return config, adapter
+
+
+def adapter_of(model: Transformer, source: str | Path | Adapter, name: str) -> Adapter:
+    """The adapter that `source` is, or its folder has, which is one of this model and whole.
+    `ValueError` names what does not fit (by `name`, where there is no folder), and what the options
+    of a folder name and its tensors lack."""
+    if not isinstance(source, (str, Path)):
+        check_adapter(model, source, name)
+        return source
+    path = Path(source)
+    config, adapter = _read_folder(path)
+    check_adapter(model, adapter, str(path))
+    try:
+        config.check_complete(
+            adapter, [*adaptable(model), *([HEAD] if model.head is not None else [])]
+        )
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
     return adapter
 
 
@@ -179,26 +218,9 @@ def write_adapter(
         "lora_dropout": 0.0,
         "use_rslora": config.rslora,
         "target_modules": targets,
-        **_PLAIN,
+        **{name: PLAIN[name] for name in _WRITTEN},  # what old releases know, too
     }
     (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_config(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist: give a folder that peft saved an adapter to")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({error}); fetch it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no options; fetch it again")
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r}; only LORA is supported")
-    for name, plain in _PLAIN.items():
-        if config.get(name, plain) not in (plain, [] if plain is None else plain):
-            raise ValueError(f"{file}: {name}={config[name]!r} is not supported; only {plain!r}")
-    return config
 
 
 def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
@@ -214,18 +236,8 @@ def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             raise ValueError(f"{file}: tensor {name!r} is not a lora_A or lora_B of a linear layer")
+        if tensor.dtype not in _DTYPES or tensor.dim() != 2:
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise ValueError(f"{file}: tensor {name!r} is {kind}; must be a matrix of floats")
         pairs.setdefault(match[1], {})[match[2]] = tensor
     return pairs
-
-
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        try:
-            is_meant = matches_end(pattern, module)
-        except ValueError as error:
-            raise ValueError(f"alpha_pattern {pattern[:40]!r} {error}") from None
-        if is_meant:
-            alpha = value
-            break
-    return scale_of(alpha, rank, rslora=bool(config.get("use_rslora")))

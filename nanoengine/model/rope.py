@@ -5,10 +5,13 @@ more positions fit than the model was first trained on. `read_scaling` and `writ
 the fields of `rope_parameters`, whose names the records keep.
 
 Two of them change with the length of the sequence, so the keys that a cache holds would be wrong
-once it grows; both are exact here up to the length from which they change, and that is the longest
-context of such a model: `dynamic` (`max_position_embeddings`) and `longrope`
-(`original_max_position_embeddings`).
-Source: the rope utilities of transformers, whose arithmetic in fp32 this follows.
+once it grows, and the tokens of a rollout would be trained under another rope than they were
+sampled under; both are exact here up to the length from which they change, and that is the longest
+context of such a model, which `limit_of` says: `dynamic` (`max_position_embeddings`) and `longrope`
+(`original_max_position_embeddings`), unless its two lists of factors are one. `yarn` and `linear`
+lengthen the context (`lengthened`).
+Source: the rope utilities of transformers, whose arithmetic in fp32 this follows; how far a rope
+reaches is vLLM's `_get_and_verify_max_len`.
 """
 
 from __future__ import annotations
@@ -72,9 +75,10 @@ class Llama3Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRope:
-    """All frequencies divided by `factor`."""
+    """All frequencies divided by `factor`. `max_position_embeddings` is the length before it."""
 
     factor: float
+    max_position_embeddings: int
 
     @property
     def magnitude(self) -> float:
@@ -146,9 +150,9 @@ class YarnRope:
 @dataclass(frozen=True, kw_only=True)
 class LongRope:
     """LongRoPE (arXiv 2402.13753): each frequency divided by a factor of its own, one list for
-    sequences of up to `original_max_position_embeddings` tokens, another for longer ones. Here
-    there are none of those: `long_factor` and `max_position_embeddings`, the longest they reach,
-    are only kept."""
+    sequences of up to `original_max_position_embeddings` tokens, another for longer ones, up to
+    `max_position_embeddings`. Where the lists differ there are none of those here, and
+    `long_factor` is only kept."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -175,6 +179,37 @@ class LongRope:
         return frequencies
 
 
+def lengthened(scaling: RopeScaling | None, longest: int, *, is_plain: bool) -> int:
+    """The longest context of a model whose config.json says `longest`. `is_plain` where that is
+    said before the rope is scaled, as it is but in Gemma 3."""
+    if isinstance(scaling, YarnRope):
+        return max(longest, int(scaling.original_max_position_embeddings * scaling.factor))
+    if isinstance(scaling, LinearRope) and is_plain:
+        return max(longest, int(longest * scaling.factor))
+    if isinstance(scaling, LongRope) and scaling.short_factor != scaling.long_factor:
+        return min(longest, scaling.original_max_position_embeddings)
+    return longest
+
+
+def limit_of(scaling: RopeScaling | None, longest: int) -> str | None:
+    """One line about a context that the rope does not let grow to where others serve it."""
+    if isinstance(scaling, DynamicRope) and scaling.factor > 1:
+        return (
+            f"max_position_embeddings={longest} is the longest context: from there on a dynamic "
+            "rope changes with the length of a sequence, which no cache of keys can follow; yarn "
+            "reaches further"
+        )
+    if not isinstance(scaling, LongRope) or longest >= scaling.max_position_embeddings:
+        return None
+    return (
+        f"original_max_position_embeddings={longest} is the longest context, not "
+        f"max_position_embeddings={scaling.max_position_embeddings}: from there on longrope takes "
+        "long_factor for all of a sequence, which no cache of keys can follow; for longer ones "
+        "write the numbers of long_factor into short_factor, too"
+    )
+
+
+_WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 _SCALINGS: dict[str, type] = {
     "linear": LinearRope,
     "dynamic": DynamicRope,
@@ -186,7 +221,9 @@ _SCALINGS: dict[str, type] = {
 
 def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     """The record of what `rope_parameters` (or `rope_scaling`) says; None for plain frequencies.
-    `ValueError` names a type that is not supported, or a field that is missing."""
+    `max_position_embeddings` stands for an original length that is not given, and says a factor of
+    YaRN that is not. `ValueError` names a type that is not supported, or a field that is missing.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -196,6 +233,11 @@ def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
             f"rope_type={kind!r}: not supported; supported are 'default', "
             f"{', '.join(map(repr, _SCALINGS))}"
         )
+    longest, original = rope.get("max_position_embeddings"), "original_max_position_embeddings"
+    if kind in _WITH_ORIGINAL and rope.get(original) is None and longest is not None:
+        rope = {**rope, original: longest}
+    if kind == "yarn" and rope.get("factor") is None and rope.get(original, longest) != longest:
+        rope = {**rope, "factor": longest / rope[original]}
     values = {}
     for each in fields(_SCALINGS[kind]):
         value = rope.get(each.name)

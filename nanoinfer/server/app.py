@@ -86,10 +86,11 @@ def make_app(config: ServerConfig) -> HttpApp:
     require_key(config.host, has_key=config.api_key_file is not None)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = getattr(torch, config.dtype)
     name = config.model_name or config.model.resolve().name
     adapters = parse_adapters(config.adapters, name)
-    llm = LLM(config.model, config.infer, dtype=dtype, device=config.device, lora=config.lora)
+    llm = LLM(
+        config.model, config.infer, dtype=config.dtype, device=config.device, lora=config.lora
+    )
     for adapter, folder in adapters.items():
         llm.engine.load_adapter(adapter, folder)
     return HttpApp(

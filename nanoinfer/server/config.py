@@ -61,8 +61,9 @@ class ServerOptions:
     adapters: tuple[str, ...] = ()
     """Adapters in PEFT's format beside the weights, as name=folder; a client names one as its
     model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of weights and cache."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """The dtype of weights and cache. auto: what the folder's config.json says, else its tensors;
+    fp16 becomes float32, which holds each of its numbers."""
     device: str = "auto"
     """auto (CUDA if there is any), cpu, cuda or cuda:N."""
     host: str = "127.0.0.1"

@@ -5,7 +5,8 @@ all its parameters has a copy of its own. A snapshot is PEFT's folder for the on
 folder for the other. What samples from it has the very weights that were trained.
 
 Left out: several base models in one service (start one for each); adapters of the output head,
-which is frozen whatever `train_unembed` says.
+which is frozen whatever `train_unembed` says, and of experts: of a mixture `train_mlp` reaches the
+layers that are dense.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import copy_extra_files, load_model, read_state, write_folder
 from nanoengine.model.lora import CONFIG_FILE, read_adapter
 from nanoengine.model.lora_config import LoraConfig
+from nanoengine.model.matrices import adaptable
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.model.transformer import Transformer
 from nanoinfer.engine import LLMEngine
 from nanorl.training_service.checkpoints import Record
 from nanorl.training_service.config import ServiceConfig
 from nanorl.training_service.trained_model import TrainedModel
 
 ALPHA = 32.0  # the service's own choice for every rank, as Tinker's
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
+_PARTS = {"self_attn": "train_attn", "mlp": "train_mlp"}  # of a layer, by what asks for them
 
 
 class TrainableBase:
@@ -61,7 +63,8 @@ class TrainableBase:
             return TrainedModel(engine, record, lambda folder: self._export(engine, folder))
         if self._shared is None:
             self._shared = LoraBase(load_model(self.folder), self._dtype)
-        config = LoraConfig(rank=record.lora["rank"], alpha=ALPHA, targets=_targets(record.lora))
+        targets = targets_of(self._shared.model, record.lora)
+        config = LoraConfig(rank=record.lora["rank"], alpha=ALPHA, targets=targets)
         adapter = LoraAdapter(self._shared, config, seed=record.lora["seed"])
         return TrainedModel(
             LoraEngine(adapter, self._engine_config),
@@ -90,9 +93,17 @@ class TrainableBase:
         copy_extra_files(self.folder, folder)
 
 
-def _targets(lora: Mapping[str, Any]) -> tuple[str, ...]:
-    """The matrices that the client asks to adapt, of those that can be."""
-    targets = (*(ATTENTION if lora["train_attn"] else ()), *(MLP if lora["train_mlp"] else ()))
-    if not targets:
+def targets_of(model: Transformer, lora: Mapping[str, Any]) -> tuple[str, ...]:
+    """The matrices that the client asks to adapt, by the names that they have in this model: some
+    families fuse q, k and v, or gate and up. `ValueError` where there are none."""
+    wanted = [part for part, switch in _PARTS.items() if lora[switch]]
+    if not wanted:
         raise ValueError("lora_config: train_attn and train_mlp are both off; nothing would learn")
-    return targets
+    names = [name.split(".", 3)[3] for name in adaptable(model)]  # behind model.layers.N.
+    targets = dict.fromkeys(name for name in names if name.partition(".")[0] in wanted)
+    if not targets:
+        raise ValueError(
+            "lora_config: train_attn is off, and the MLP of this model is a mixture of experts, "
+            "which adapters do not reach; set train_attn"
+        )
+    return tuple(targets)

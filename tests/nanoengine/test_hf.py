@@ -217,7 +217,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
             {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
             "rope_type='ntk'.*'yarn'.*'llama3'",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_emb"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -1,6 +1,8 @@
 """Several LoRA adapters in one batch: each as if alone, and as if merged into the weights."""
 
 import asyncio
+import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -246,3 +248,64 @@ def test_the_async_engine_loads_between_steps(folder: Path) -> None:
     engine.load_adapter("b", make_changes(folder, 2))
     assert bits(engine.generate([PROMPT], params("a", max_tokens=40))[0]) == bits(first)
     assert bits(engine.generate([PROMPT], params("b"))[0]) == bits(second)
+
+
+def test_two_engines_over_one_model_have_adapters_of_their_own(folder: Path) -> None:
+    """Also under one name, whichever loads first, and when one of them goes."""
+    model = load_model(folder)
+    config = InferConfig(num_blocks=256, block_size=4, eos_ids=())
+    first, second = (LLMEngine(model, config) for _ in range(2))
+    for i in (0, 1):
+        expected = with_all(folder).generate([PROMPT], params(NAMES[i]))[0]
+        (first, second)[i].load_adapter("a", make_changes(folder, i))
+        assert bits((first, second)[i].generate([PROMPT], params("a"))[0]) == bits(expected)
+    alone = [with_all(folder).generate([PROMPT], params(NAMES[i]))[0] for i in (0, 1)]
+    plain = make_engine(folder).generate([PROMPT], params())[0]
+    assert len({tuple(bits(one)[1]) for one in (*alone, plain)}) == 3
+    for engine, expected in ((first, alone[0]), (second, alone[1]), (first, alone[0])):
+        assert bits(engine.generate([PROMPT], params("a"))[0]) == bits(expected)
+        assert bits(engine.generate([PROMPT], params())[0]) == bits(plain)
+    # both in the middle of a step's work: their requests by turns
+    handles = [engine.add(PROMPT, params("a")) for engine in (first, second)]
+    done: list[dict[int, Output]] = [{}, {}]
+    while not all(done):
+        for found, engine in zip(done, (first, second), strict=True):
+            found |= dict(engine.step())
+    assert [bits(found[h]) for found, h in zip(done, handles, strict=True)] == list(
+        map(bits, alone)
+    )
+    first.unload_adapter("a")
+    assert bits(second.generate([PROMPT], params("a"))[0]) == bits(alone[1])
+    first.load_adapter("a", make_changes(folder, 0))
+    del second, engine
+    gc.collect()
+    assert bits(first.generate([PROMPT], params("a"))[0]) == bits(alone[0])
+    first.unload_adapter("a")
+    assert all(place.matrix.adapters is None for place in adaptable(model).values())
+
+
+def test_engines_over_one_model_may_step_at_a_time(folder: Path) -> None:
+    """The rows of a step are those of its thread: another's are not added to them."""
+    model = load_model(folder)
+    config = InferConfig(num_blocks=256, block_size=4, eos_ids=())
+    engines = [LLMEngine(model, config) for _ in range(2)]
+    for i, engine in enumerate(engines):
+        engine.load_adapter("a", make_changes(folder, i))
+    alone = [bits(engine.generate([PROMPT], params("a"))[0]) for engine in engines]
+    inside, outside = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        rows = {"a": torch.arange(len(PROMPT))}
+        with engines[0]._adapters.applied(rows):
+            inside.set()
+            outside.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert inside.wait(60)
+    try:
+        engines[1].load_adapter("b", make_changes(folder, 1))  # nothing of it is cached
+        assert bits(engines[1].generate([PROMPT], params("b"))[0]) == alone[1]
+    finally:
+        outside.set()
+        holder.join()

@@ -4,6 +4,8 @@ the weights wait. The one that is kept is held against transformers with its own
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,73 @@ def test_weights_do_not_wait_for_requests_of_an_engine_that_is_paused(folder: Pa
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ValueError, match="in_flight='drop': choose one of recompute, keep, wait"):
         InferConfig(in_flight="drop")  # type: ignore[arg-type]
+
+
+def step_until(engine: LLMEngine, handle: int) -> Output:
+    finished: dict[int, Output] = {}
+    while handle not in finished:
+        finished |= dict(engine.step())
+        engine.check()
+    return finished[handle]
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_each_token_says_how_old_the_cache_below_it_is(folder: Path, in_flight: InFlight) -> None:
+    output = interrupted(make(folder, in_flight))
+    rest = 16 - NUM_BEFORE
+    assert output.versions == [0] * NUM_BEFORE + [1] * rest
+    assert output.cache_versions == ([0] * 16 if in_flight == "keep" else output.versions)
+
+
+def test_a_prompt_that_was_half_read_is_as_old_as_its_oldest_part(folder: Path) -> None:
+    """All tokens are sampled by version 1, over keys of version 0: `versions` alone cannot say."""
+    config = InferConfig(num_blocks=100, in_flight="keep", max_batch_tokens=16, max_num_seqs=4)
+    engine = LLMEngine(load_model(folder), config)
+    handle = engine.add(PROMPT, GREEDY)
+    assert not engine.step() and len(PROMPT) > 16
+    engine.update_weights(iter(new_state().items()), 1)
+    waiting = engine.add(PROMPT, GREEDY)  # nothing of it was cached when the weights came
+    output = step_until(engine, handle)
+    assert (output.versions, output.cache_versions) == ([1] * 16, [0] * 16)
+    fresh = served(new_state(), folder).generate([PROMPT], GREEDY)[0]
+    assert output.logps != fresh.logps
+    other = step_until(engine, waiting)
+    assert (other.cache_versions, other.logps) == ([1] * 16, fresh.logps)
+
+
+def test_the_oldest_of_three_versions_counts_until_the_cache_is_computed_again(
+    folder: Path,
+) -> None:
+    engine = make(folder, "keep")
+    handle = engine.add(PROMPT, GREEDY)
+    for version in (3, 5):
+        engine.step()
+        engine.update_weights(iter(new_state().items()), version)
+    engine.step()
+    engine.sleep()  # gives the cache back: what comes after is over keys of version 5 alone
+    engine.wake()
+    output = step_until(engine, handle)
+    assert output.versions == [0, 3, *[5] * 14]
+    assert output.cache_versions == [0, 0, 0, *[5] * 13]
+
+
+def test_how_old_the_cache_was_goes_along_to_another_engine(folder: Path) -> None:
+    engine = make(folder, "keep")
+    handle = engine.add(PROMPT, GREEDY)
+    for _ in range(NUM_BEFORE):
+        engine.step()
+    engine.update_weights(iter(new_state().items()), 1)
+    engine.step()
+    half = engine.abort(handle)
+    assert half is not None and half.cache_versions == [0] * (NUM_BEFORE + 1)
+    half = Output.from_json(json.loads(json.dumps(asdict(half))))
+    other = served(new_state(), folder)
+    other.version = 1
+    whole = step_until(other, other.add(PROMPT, GREEDY, sampled=half))
+    assert whole.cache_versions == [0] * (NUM_BEFORE + 1) + [1] * (15 - NUM_BEFORE)
+    # what an engine of an older release left says it of itself
+    old = replace(half, cache_versions=[])
+    whole = step_until(other, other.add(PROMPT, GREEDY, sampled=old))
+    assert whole.cache_versions == [0] * NUM_BEFORE + [1] * (16 - NUM_BEFORE)
+    with pytest.raises(ValueError, match="cache_versions have 7, 7, 7, 7, 2"):
+        other.add(PROMPT, GREEDY, sampled=replace(half, cache_versions=[0, 0]))
