@@ -15,8 +15,16 @@ from nanoengine.model.families import FAMILIES
 Fields = dict[str, Any]
 NUM_DRAWS = 200
 KINDS = ("default", "linear", "dynamic", "yarn", "yarn", "yarn", "longrope", "longrope", "llama3")
+OWN_KINDS = {
+    "phi3": ("default", "longrope"),  # transformers refuses others
+    "gpt_oss": (*KINDS, *("default",) * 6),  # none at all means the one it was published with
+}
 THETAS = (100.0, 1000.0, 10000.0, 500000.0)
 ORIGINALS = (32, 64, 256, 1024, 4096)
+BETAS: tuple[Fields, ...] = (
+    *({}, {}, {"beta_fast": 1.0}),
+    *({"beta_fast": 8.0, "beta_slow": 2.0}, {"beta_fast": 16.0, "beta_slow": 8.0}),
+)
 TWO_ROPES = ("olmo3", "gemma3_text")
 HALF_TURNED = ("phi3", "glm4")
 
@@ -54,20 +62,22 @@ def draw_rope(dice: random.Random, family: str, head_dim: int) -> Fields:
     """Everything about positions, in the spelling of transformers 4 or 5."""
     part = dice.choice((0.5, 0.75, 1.0)) if family in HALF_TURNED else 1.0
     original = dice.choice(ORIGINALS)
-    kind = dice.choice(("default", "longrope") if family == "phi3" else KINDS)
+    kind = dice.choice(OWN_KINDS.get(family, KINDS))
     scaling = draw_scaling(dice, kind, int(head_dim * part) // 2, original)
     if family in TWO_ROPES:
         scaling.pop("truncate", None)
     fields: Fields = {"max_position_embeddings": original * dice.choice((1, 1, 2, 4))}
     if family == "phi3":  # one field for all its scalings, beside them
         fields["original_max_position_embeddings"] = original
-    rope: Fields = {"rope_theta": dice.choice(THETAS)}
+    rope: Fields = {"rope_theta": dice.choice(THETAS)} if dice.random() < 0.9 else {}
     if family in HALF_TURNED:
         rope["partial_rotary_factor"] = part
     if dice.random() < 0.5:
         fields |= rope
         if kind != "default":
             name = "rope_type" if family in TWO_ROPES else dice.choice(("type", "rope_type"))
+            if family == "phi3" and dice.random() < 0.3:
+                kind = "su"  # LongRoPE before it had that name
             fields["rope_scaling"] = {name: kind} | scaling
         if family == "gemma3_text" and dice.random() < 0.5:
             fields["rope_local_base_freq"] = dice.choice(THETAS)
@@ -84,7 +94,7 @@ def draw_scaling(dice: random.Random, kind: str, num_pairs: int, original: int) 
     last; where they are not rounded they may have no length."""
     if kind == "default":
         return {}
-    factor = dice.choice((1.0, 2.0, 4.0, 7.5, 40.0))
+    factor = dice.choice((0.5, 1.0, 2.0, 4.0, 7.5, 40.0))
     if kind in ("linear", "dynamic"):
         return {"factor": factor}
     found: Fields = {"original_max_position_embeddings": original}
@@ -98,7 +108,7 @@ def draw_scaling(dice: random.Random, kind: str, num_pairs: int, original: int) 
         return found | own | dice.choice(({}, {"factor": factor}))
     found |= {"factor": factor} | own
     found |= dice.choice(({}, {}, {"truncate": False}, {"truncate": True}))
-    found |= dice.choice(({}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"beta_fast": 1.0}))
+    found |= dice.choice(BETAS)
     for name in ("mscale", "mscale_all_dim"):
         if dice.random() < 0.7:
             found[name] = dice.choice((0, 0.5, 0.707, 1.0, 1.5))

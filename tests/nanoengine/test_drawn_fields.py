@@ -14,7 +14,7 @@ import torch
 from field_draws import NUM_DRAWS, TWO_ROPES, Fields, draw_fields
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import rope_tables
@@ -23,6 +23,7 @@ from nanoengine.model.transformer import Transformer
 
 NUM_TOKENS = 12  # more than the widest window
 GROUP = 20  # draws of a test
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def limit_of(fields: Fields) -> int:
@@ -31,7 +32,7 @@ def limit_of(fields: Fields) -> int:
     longest = fields["max_position_embeddings"]
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+    if {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
         return min(longest, rope["original_max_position_embeddings"])
     return longest
 
@@ -59,17 +60,27 @@ def our_rope(config: ModelConfig, layer_type: str | None) -> tuple[Tensor, float
 
 
 def check_ropes(fields: Fields) -> None:
-    theirs, ours = AutoConfig.for_model(**fields), ModelConfig.from_hf_dict(fields)
+    """Also of the config.json that is written again, in both spellings."""
+    ours = ModelConfig.from_hf_dict(fields)
     assert ours.max_position_embeddings == limit_of(fields)
-    two = ("full_attention", "sliding_attention")
-    for layer_type in two if fields["model_type"] in TWO_ROPES else (None,):
+    again = ours.to_hf_dict()
+    assert ModelConfig.from_hf_dict(again) == ours
+    if "rope_theta" in again and (ours.rope_scaling or fields["model_type"] != "gpt_oss"):
+        old = {name: value for name, value in again.items() if name != "rope_parameters"}
+        assert ModelConfig.from_hf_dict(old) == ours
+    for rope in again["rope_parameters"], again["rope_parameters"].get("full_attention", {}):
+        assert rope.keys() <= {*RopeParameters.__annotations__, *LAYER_TYPES}
+    for written in (fields, again):
+        check_rope(ours, AutoConfig.for_model(**written))
+
+
+def check_rope(ours: ModelConfig, theirs: Any) -> None:
+    for layer_type in LAYER_TYPES if ours.model_type in TWO_ROPES else (None,):
         frequencies, factor = our_rope(ours, layer_type)
         for length in (1, ours.max_position_embeddings):
             expected, their_factor = their_rope(theirs, length, layer_type)
             torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
             assert factor == pytest.approx(their_factor, rel=1e-12)
-    again = ours.to_hf_dict()
-    assert ModelConfig.from_hf_dict(again) == ours
 
 
 def what_layers_are_given(fields: Fields) -> list[dict[str, Any]]:
@@ -97,9 +108,11 @@ def check_layers(fields: Fields) -> None:
         seen = (behind >= 0) & (behind < (layer.window or NUM_TOKENS))
         assert torch.equal(seen, theirs["attention_mask"][0, 0] == 0), f"layer {i}: mask"
         assert bool(layer.rotary_dim) == bool(getattr(theirs["module"], "use_rope", True)), i
-        half = config.rotary_dim // 2
-        turned = [table[:NUM_TOKENS, :half] for table in tables[layer.has_local_rope]]
+        half, all_pairs = config.rotary_dim // 2, config.head_dim // 2
+        turned = [table[:NUM_TOKENS] for table in tables[layer.has_local_rope]]
+        still = torch.tensor([1.0, 0.0])[:, None, None].expand(2, NUM_TOKENS, all_pairs - half)
         expected = [table[0, :, :half] for table in theirs["position_embeddings"]]
+        expected = [torch.cat(pair, -1) for pair in zip(expected, still, strict=True)]
         torch.testing.assert_close(turned, expected, rtol=0, atol=3e-6)
 
 
