@@ -19,7 +19,7 @@ OWN_KINDS = {
     "phi3": ("default", "longrope"),  # transformers refuses others
     "gpt_oss": (*KINDS, *("default",) * 6),  # none at all means the one it was published with
 }
-THETAS = (100.0, 1000.0, 10000.0, 500000.0)
+THETAS = (20.0, 100.0, 1000.0, 10000.0, 500000.0)
 ORIGINALS = (32, 64, 256, 1024, 4096)
 BETAS: tuple[Fields, ...] = (
     *({}, {}, {"beta_fast": 1.0}),
@@ -124,8 +124,9 @@ def draw_windows(dice: random.Random, family: str, num_layers: int) -> Fields:
         moe = {"sliding_window": size, "use_sliding_window": False}
         return moe if family == "qwen3_moe" and dice.random() < 0.5 else {}
     if rule == "all":
-        return dice.choice(({"sliding_window": size}, {"sliding_window": None}))
-    fields: Fields = {"sliding_window": size}
+        return dice.choice(({"sliding_window": size}, {"sliding_window": None}, {}))
+    has_size = family == "smollm3" or dice.random() < 0.85  # others have one of their own
+    fields: Fields = {"sliding_window": size} if has_size else {}
     if rule == "pattern":
         has_field = family == "gemma3_text" and dice.random() < 0.5
         if has_field:

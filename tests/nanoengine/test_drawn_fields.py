@@ -83,6 +83,13 @@ def check_rope(ours: ModelConfig, theirs: Any) -> None:
             assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
+def their_window(config: Any, index: int) -> int | None:
+    """What the mask of a longer run would show."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (index + 1)
+    has_window = kinds[index] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if has_window else None
+
+
 def what_layers_are_given(fields: Fields) -> list[dict[str, Any]]:
     """Keyword arguments of attention in every layer of transformers' model, in one run of it."""
     config = AutoConfig.for_model(**fields, attn_implementation="eager")
@@ -105,6 +112,7 @@ def check_layers(fields: Fields) -> None:
     steps = torch.arange(NUM_TOKENS)
     behind = steps[:, None] - steps
     for i, (layer, theirs) in enumerate(zip(ours.layers, given, strict=True)):
+        assert layer.window == their_window(theirs["module"].config, i), f"layer {i}"
         seen = (behind >= 0) & (behind < (layer.window or NUM_TOKENS))
         assert torch.equal(seen, theirs["attention_mask"][0, 0] == 0), f"layer {i}: mask"
         assert bool(layer.rotary_dim) == bool(getattr(theirs["module"], "use_rope", True)), i
