@@ -66,11 +66,14 @@ class LLM:
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Output]:
         """Complete texts or token ids; `params.n` outputs a prompt, their texts filled in. A text
-        gets the BOS of a tokenizer that adds one."""
+        gets the BOS of a tokenizer that adds one. Every output is drawn by a seed of its own that
+        follows from `params.seed` and its place: `[p] * 4` and `[p]` with `n=4` are the same."""
         if isinstance(prompts, str):
             raise ValueError("prompts: a single text; give a list of prompts")
         ids = [self.tokenizer.encode_prompt(p) if isinstance(p, str) else list(p) for p in prompts]
-        return self.engine.generate(ids, replace(params, detokenize=True))
+        params = replace(params, detokenize=True)
+        pairs = [(one, p) for place, one in enumerate(ids) for p in params.members(place)]
+        return self.engine.generate([one for one, _ in pairs], [p for _, p in pairs])
 
     def chat(
         self, conversations: Sequence[Sequence[Message]], params: SamplingParams

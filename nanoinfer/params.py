@@ -168,12 +168,15 @@ class SamplingParams:
     def wants_text(self) -> bool:
         return self.detokenize or bool(self.stop)
 
-    def members(self) -> list[SamplingParams]:
-        """The `n` requests this one stands for. The first keeps the seed, the others' are derived
-        from it, far from the small numbers that callers count up."""
-        if self.n == 1:
+    def members(self, place: int = 0) -> list[SamplingParams]:
+        """The `n` requests this one stands for. `place` is that of the prompt among those that
+        share these parameters: no two of all their requests share a seed, so equal prompts are
+        sampled anew. The very first keeps the seed, the others' are derived from it, far from the
+        small numbers that callers count up."""
+        if self.n == 1 and place == 0:
             return [self]
-        seeds = [self.seed] + [(self.seed + i * _GOLDEN) & _U64 for i in range(1, self.n)]
+        places = range(place * self.n, (place + 1) * self.n)
+        seeds = [(self.seed + i * _GOLDEN) & _U64 if i else self.seed for i in places]
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
 

@@ -111,6 +111,11 @@ class ChatTokenizer:
         """The id of one token by its exact name, control tokens included."""
         return self._tokenizer.token_to_id(token)
 
+    def id_to_token(self, token: int) -> str | None:
+        """The piece of the vocabulary that an id stands for, as `tokenizer.json` spells it; None
+        for an id that has none, as where the model's embedding is padded."""
+        return self._tokenizer.id_to_token(token)
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `text`. By default no control token can come out, whatever the text spells."""
         if allow_special:

@@ -342,7 +342,7 @@ class ResponsesDialect:
 
 
 def _with_bytes(entry: Json) -> Json:
-    """This API knows no null there: a token that is no text by itself has no bytes."""
+    """This API knows no null there: a token whose bytes nobody can tell has none."""
     return entry | {"bytes": entry["bytes"] or []}
 
 

@@ -77,14 +77,14 @@ class Completions:
         if self._metrics.num_active + count > self._limits.max_completions:
             raise ApiError(429, f"{self._metrics.num_active} completions in flight; try again")
         jobs: list[CompletionJob] = []
-        for ids in prompts:
+        for place, ids in enumerate(prompts):
             each = params(max(1, self._client.engine.room(len(ids))))
             check_grammar_size(each.grammar, self._limits)
             # a thread, since a grammar may take a second to compile
             await asyncio.to_thread(self._client.engine.validate, ids, each, sampled)
             jobs += [
                 CompletionJob(len(jobs) + i, ids, member, sampled)
-                for i, member in enumerate(each.members())
+                for i, member in enumerate(each.members(place))
             ]
         return jobs
 

@@ -1,7 +1,8 @@
 """Bodies of HTTP answers in the OpenAI format, from the engine's outputs and chunks.
 
-A token whose bytes are no text by themselves is shown as the replacement character, with `bytes`
-null. Log-probs are the engine's `logps`: of the tempered distribution, before penalties.
+A token whose bytes are no text by themselves is shown as the replacement character in a chat, where
+`bytes` tell them, and by token_text.py's name in a completion, where names are keys.
+Log-probs are the engine's `logps`: of the tempered distribution, before penalties.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
 from nanoinfer.server.requests import ChatCompletion, Completion
+from nanoinfer.server.token_text import TextOffsets, token_bytes, token_names
 from nanoinfer.server.tool_calls import FunctionCall, parse_call, safe_length, split_calls
 from nanoinfer.streams import StreamChunk
 
@@ -49,9 +51,10 @@ def chat_logprobs(
 
 
 def _entry(tokenizer: ChatTokenizer, token: int, logp: float) -> Json:
-    text = tokenizer.decode([token])
-    is_text = "\ufffd" not in text
-    return {"token": text, "logprob": logp, "bytes": list(text.encode()) if is_text else None}
+    raw = token_bytes(tokenizer, token)
+    if raw is None:
+        return {"token": tokenizer.decode([token]), "logprob": logp, "bytes": None}
+    return {"token": raw.decode(errors="replace"), "logprob": logp, "bytes": list(raw)}
 
 
 def text_logprobs(
@@ -59,19 +62,20 @@ def text_logprobs(
     ids: Sequence[int],
     logps: Sequence[float | None],
     top: Sequence[Sequence[tuple[int, float]] | None],
-    offset: int = 0,
+    offsets: TextOffsets,
 ) -> Json:
-    """`offset` is where the text of the first token begins in the answer's text."""
-    tokens = [tokenizer.decode([token]) for token in ids]
-    offsets = [offset]
-    for text in tokens[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    tops = [row and {tokenizer.decode([token]): logp for token, logp in row} for row in top]
+    """`offsets` has seen the tokens before these of the answer's text. A token is named as among
+    the likeliest beside it, so that the keys of a row are as many as its tokens."""
+    tokens, tops = [], []
+    for token, row in zip(ids, top if top else [None] * len(ids), strict=True):
+        names = token_names(tokenizer, [*dict(row or ()), token])
+        tokens.append(names[token])
+        tops.append(row and {names[likely]: logp for likely, logp in row})
     return {
         "tokens": tokens,
         "token_logprobs": list(logps),
-        "top_logprobs": tops or None,
-        "text_offset": offsets[: len(tokens)],
+        "top_logprobs": tops if top else None,
+        "text_offset": [offsets.push(token) for token in ids],
     }
 
 
@@ -220,7 +224,10 @@ class TextFormat:
             ids = prompt + ids
             logps = [None, *output.prompt_logps, *logps]
             top = [None, *output.prompt_top_logps, *top] if top else []
-        logprobs = text_logprobs(self.tokenizer, ids, logps, top) if self.has_logprobs else None
+        logprobs = None
+        if self.has_logprobs:
+            offsets = TextOffsets(self.tokenizer)
+            logprobs = text_logprobs(self.tokenizer, ids, logps, top, offsets)
         reason = output.finish_reason
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         if self.has_ids:
@@ -238,7 +245,7 @@ class TextDeltas:
 
     def __init__(self, form: TextFormat, index: int) -> None:
         self._form, self._index = form, index
-        self._offset = 0
+        self._offsets = TextOffsets(form.tokenizer)
 
     def push(self, chunk: StreamChunk) -> Json | None:
         """A choice to send; None if the chunk shows nothing new."""
@@ -246,9 +253,8 @@ class TextDeltas:
         logprobs = None
         if self._form.has_logprobs:
             logprobs = text_logprobs(
-                self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offset
+                self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offsets
             )
-            self._offset += sum(map(len, logprobs["tokens"]))
         ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
         if not chunk.text and reason is None and logprobs is None and not ids:
             return None

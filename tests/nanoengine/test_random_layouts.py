@@ -16,7 +16,7 @@ import time
 import pipeline_engine_cases as cases
 import pytest
 import torch
-from layout_draws import draw_run
+from layout_draws import IN_TURN, draw_run
 from parallel_cases import Case
 from pipeline_engine_cases import Run
 from pool import RankFailed, WorkerPool
@@ -54,7 +54,7 @@ def check(pool: WorkerPool, run: Run) -> None:
     assert difference.logps <= max(limit, 1e-6), (run, difference)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(len(IN_TURN)))
 def test_a_random_layout_trains_a_random_model_as_one_process_does(
     pool: WorkerPool, seed: int
 ) -> None:
@@ -94,7 +94,7 @@ def main() -> int:
             num_failures += 1
             outcome = f"FAILED {error}\n{error.__cause__ or ''}"
         took = f"{time.monotonic() - begin:.1f} s"
-        print(seed, str(run.case.layout), run.schedule, took, outcome, flush=True)
+        print(seed, run.case.family, str(run.case.layout), run.schedule, took, outcome, flush=True)
     pool.close()
     print(f"{num_failures} of {options.cases} failed")
     return int(num_failures > 0)

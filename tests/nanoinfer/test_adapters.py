@@ -190,6 +190,34 @@ def test_a_request_in_flight_goes_on_with_the_new_version(folder: Path) -> None:
     assert 0 < count < 12 and output.ids[-count:] == rest.ids[:count]
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_prompt_in_flight_is_scored_by_the_new_version_alone(
+    folder: Path, num_steps: int
+) -> None:
+    """Half of it, all of it, or some tokens behind it are computed when the adapter changes."""
+    asked = params("a", temperature=0.7, prompt_logps=True, top_logps=3)
+    engine = make_engine(folder, max_batch_tokens=12)
+    engine.load_adapter("a", make_changes(folder, 0))
+    handle = engine.add(PROMPT, asked)
+    for _ in range(num_steps):
+        engine.step()
+    seq = engine.peek(handle)
+    assert seq is not None and len(seq.prompt_logps) == min(12 * num_steps, len(PROMPT) - 1)
+    engine.load_adapter("a", make_changes(folder, 4))
+    output = None
+    while output is None:
+        output = dict(engine.step()).get(handle)
+    fresh = make_engine(folder)
+    fresh.load_adapter("a", make_changes(folder, 4))
+    expected = fresh.generate([PROMPT], asked)[0]
+    assert output.prompt_logps == expected.prompt_logps
+    assert output.prompt_top_logps == expected.prompt_top_logps
+    assert len(expected.prompt_logps) == len(expected.prompt_top_logps) == len(PROMPT) - 1
+    old = make_engine(folder)
+    old.load_adapter("a", make_changes(folder, 0))
+    assert old.generate([PROMPT], asked)[0].prompt_logps != expected.prompt_logps
+
+
 def test_new_weights_of_the_model_keep_the_adapters(folder: Path) -> None:
     engine = make_engine(folder)
     engine.load_adapter("a", make_changes(folder, 0))

@@ -92,6 +92,31 @@ def test_reported_logps_are_those_of_the_mode_that_each_request_asked_for(
     assert outputs[0].logps != outputs[len(ASKED)].logps
 
 
+@pytest.mark.usefixtures("reference")
+@pytest.mark.parametrize("budget", [64, 10])
+def test_each_prompt_has_as_many_likeliest_tokens_as_it_asked_for(
+    folder: Path, budget: int
+) -> None:
+    """In one step with prompts of the same temperature that ask for fewer, for more and for none;
+    each says what it says alone."""
+    sizes = {"num_blocks": 100, "max_batch_tokens": budget, "max_num_seqs": 10}
+    counts = [1, 7, 0, 3, 250, 2]  # of a vocabulary of 211
+    asked = [
+        SamplingParams(max_tokens=2, seed=i, top_logps=count, prompt_logps=True, temperature=heat)
+        for i, (count, heat) in enumerate(zip(counts * 2, [0.6] * 6 + [1.0] * 6, strict=True))
+    ]
+    prompts = [[token + i for token in PROMPT] for i in range(12)]
+    together = LLMEngine(load_model(folder), InferConfig(**sizes)).generate(prompts, asked)
+    for count, ids, params, output in zip(counts * 2, prompts, asked, together, strict=True):
+        rows = output.prompt_top_logps + output.top_logps
+        num_rows = len(ids) - 1 + len(output.ids) if count else 0
+        assert [len(row) for row in rows] == [min(count, 211)] * num_rows
+        alone = LLMEngine(load_model(folder), InferConfig(**sizes)).generate([ids], params)[0]
+        assert rows == alone.prompt_top_logps + alone.top_logps
+        for token, logp, row in zip(ids[1:], output.prompt_logps, rows, strict=False):
+            assert dict(row).get(token, logp) == logp
+
+
 def test_a_raw_row_leaves_the_bits_of_its_neighbours() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(2)) * 3
     tops = {0: 2, 3: 2, 5: 2}

@@ -113,8 +113,8 @@ def test_completions_take_texts_and_ids_and_stop_texts(openai: Any, served: Serv
     free = {"model": "tiny", "seed": 7, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     text = openai.completions.create(prompt="the", **free).choices[0].text
     ids = openai.completions.create(prompt=TOKENIZER.encode("the"), **free).choices[0].text
-    several = openai.completions.create(prompt=["lo", "the"], **free).choices
-    assert text == ids == several[1].text and [c.index for c in several] == [0, 1]
+    several = openai.completions.create(prompt=["the", "lo"], **free).choices
+    assert text == ids == several[0].text and [c.index for c in several] == [0, 1]
     clean = re.search(r"[^\ufffd]{2}", text[3:])
     assert clean is not None, "the seed gives two clean characters"
     answer = openai.completions.create(prompt="the", stop=[clean.group()], **free).choices[0]
@@ -122,6 +122,24 @@ def test_completions_take_texts_and_ids_and_stop_texts(openai: Any, served: Serv
     body = {"prompt": "the", "stop": clean.group(), **FREE}
     streamed = "".join(e["choices"][0]["text"] for e in served.events("/v1/completions", body))
     assert streamed == answer.text
+
+
+@pytest.mark.parametrize("seeded", [{"seed": 7}, {}])
+def test_equal_prompts_of_a_request_get_samples_of_their_own(
+    openai: Any, seeded: dict[str, int]
+) -> None:
+    """As `n` does, and with a given seed the very same as `n`."""
+    free = {"model": "tiny", "max_tokens": 24, "extra_body": {"ignore_eos": True}, **seeded}
+
+    def texts(prompt: Any, **options: Any) -> list[str]:
+        choices = openai.completions.create(prompt=prompt, **free, **options).choices
+        assert [choice.index for choice in choices] == list(range(len(choices)))
+        return [choice.text for choice in choices]
+
+    found = [texts(["the"] * 6), texts(["the"] * 3, n=2), texts("the", n=6)]
+    assert [len(set(one)) for one in found] == [6, 6, 6]
+    assert (found[0] == found[1] == found[2]) == bool(seeded)
+    assert len(set(texts(["the"] * 3, temperature=0))) == 1
 
 
 def test_what_several_completions_find_in_the_cache_is_counted_once(openai: Any) -> None:

@@ -102,8 +102,40 @@ def test_what_lm_eval_asks_of_a_prompt(openai: Any, top: int) -> None:
         for i in range(1, len(ids)):
             after = engine.generate([ids[:i]], params)[0].top_logps[0]
             assert logprobs.token_logprobs[i] == dict(after)[ids[i]]
-            expected = {TOKENIZER.decode([token]): logp for token, logp in after[:top]}
-            assert logprobs.top_logprobs[i] == expected
+            row, name = logprobs.top_logprobs[i], logprobs.tokens[i]
+            assert list(row.values()) == [logp for _, logp in after[:top]]
+            assert row.get(name) == dict(after[:top]).get(ids[i])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_is_half_a_character_tells_its_bytes(openai: Any, stream: bool) -> None:
+    """In a chat beside its text, in a completion as its name; every likeliest token is there."""
+    options = {"stream": stream, "extra_body": {"ignore_eos": True}}
+    asked = {"model": "tiny", "seed": 3, "max_tokens": 30, **options}
+    answer = openai.chat.completions.create(
+        messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=9, **asked
+    )
+    events = list(answer) if stream else [answer]
+    choices = [choice.model_dump() for event in events for choice in event.choices]
+    text = "".join(
+        (choice.get("delta") or choice.get("message"))["content"] or "" for choice in choices
+    )
+    entries = [e for choice in choices for e in (choice["logprobs"] or {}).get("content") or []]
+    assert len(entries) == 30 and any("\ufffd" in entry["token"] for entry in entries)
+    assert bytes(b for e in entries for b in e["bytes"]).decode(errors="replace") == text
+    for entry in entries:  # the model has some ids that stand for nothing
+        said = [tuple(likely["bytes"]) for likely in entry["top_logprobs"] if likely["bytes"]]
+        assert len(entry["top_logprobs"]) == 9 and len(set(said)) == len(said) > 4
+    answer = openai.completions.create(prompt="hello", logprobs=9, **asked)
+    events = list(answer) if stream else [answer]
+    shown = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+    rows = [row for one in shown for row in one.top_logprobs]
+    assert len(rows) == 30 and {len(row) for row in rows} == {9}
+    assert all(list(row.values()) == sorted(row.values(), reverse=True) for row in rows)
+    assert any(name.startswith("bytes:\\x") for row in rows for name in row)
+    text = "".join(event.choices[0].text for event in events)
+    offsets = [place for one in shown for place in one.text_offset]
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(text)
 
 
 def test_aborted_requests_answer_what_they_have() -> None:

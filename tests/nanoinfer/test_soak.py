@@ -1,4 +1,5 @@
-"""Thousands of requests of every kind leave nothing behind.
+"""Thousands of requests of every kind leave nothing behind, and dozens in every family say what
+each says alone.
 
 Counted are Python objects, bytes of tensors, and resident memory. The last is no exact measure:
 oneDNN keeps the code it compiles for each number of rows (about half a megabyte, 1024 of them), so
@@ -7,15 +8,21 @@ steps are kept small here and the first requests are not counted.
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import pipeline_engine_cases
 import pytest
 import torch
-from tiny_text import make_model, make_text_engine
+from layout_draws import IN_TURN, draw_shape
+from parallel_cases import Case
+from tiny_text import VOCAB, make_model, make_text_engine, make_tokenizer
 
 from nanoengine.model.hf import export_state
+from nanoengine.model.transformer import Transformer
+from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.params import SamplingParams
+from nanoinfer.params import Output, SamplingParams
 
 NUM_REQUESTS = 5000
 WINDOW = 1000
@@ -108,3 +115,53 @@ def test_5000_random_requests_keep_memory_flat() -> None:
     assert end[0] - start[0] < num_counted // 2, sizes  # no object of every request
     assert end[1] - start[1] < 16 * num_counted, sizes  # no tensor of every request
     assert end[2] - start[2] < 128_000_000, sizes
+
+
+def draw_model(seed: int) -> Transformer:
+    """The families come in turn; windows and scalings of the rope are short enough to matter."""
+    dice, family = random.Random(seed), IN_TURN[seed % len(IN_TURN)]
+    own = {"vocab_size": VOCAB, "max_position_embeddings": 128}
+    shape = draw_shape(dice, family, {}, 1) | own | {"eos_ids": tuple(make_tokenizer().eos_ids)}
+    case = Case(family=family, dtype="fp32", tied=dice.random() < 0.5, shape=tuple(shape.items()))
+    return pipeline_engine_cases.whole_model(case)
+
+
+def serve_all(
+    engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]], draw: random.Random
+) -> list[Output]:
+    """Up to 20 in flight; one is preempted now and then, and the engine sleeps."""
+    outputs: dict[int, Output] = {}
+    handles: list[int] = []
+    while len(outputs) < len(requests):
+        while len(handles) < len(requests) and engine.num_unfinished < 20:
+            handles.append(engine.add(*requests[len(handles)], draw.choice((0, 0, 1))))
+        outputs |= dict(engine.step())
+        running = engine._scheduler.running
+        if running and draw.random() < 0.2:
+            engine._scheduler.preempt(draw.choice(running))
+        if draw.random() < 0.05:
+            engine.sleep()
+            engine.wake()
+    engine.check()
+    assert engine._blocks.num_free == engine._blocks.num_blocks
+    return [outputs[handle] for handle in handles]
+
+
+@pytest.mark.parametrize("seed", range(len(IN_TURN)), ids=IN_TURN.__getitem__)
+def test_every_family_under_load_says_what_it_says_alone(seed: int) -> None:
+    """Beside others, preempted, from the cache and behind drafts: the same tokens and bits."""
+    draw, model = random.Random(seed), draw_model(seed)
+    sizes = {"block_size": 4, "max_num_seqs": 12, "max_batch_tokens": 48}
+    drafts = {"speculate": 3, "speculate_free_rows": 10**6}
+    tokenizer = make_tokenizer()
+    busy = LLMEngine(model, InferConfig(num_blocks=60, **sizes, **drafts), tokenizer=tokenizer)
+    requests = [(random_prompt(draw), random_params(draw)) for _ in range(30)]
+    found = serve_all(busy, requests, draw)
+    counts = busy.metrics()
+    assert counts["num_preemptions"] > 0 and counts["cached_tokens"] > 0
+    quiet = LLMEngine(
+        model, InferConfig(num_blocks=60, prefix_caching=False, **sizes), tokenizer=tokenizer
+    )
+    for (ids, params), output in list(zip(requests, found, strict=True))[::3]:
+        alone = quiet.generate([ids], params)[0]
+        assert replace(output, num_cached_tokens=0, versions=[]) == replace(alone, versions=[])
