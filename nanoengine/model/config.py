@@ -415,10 +415,9 @@ def _require(fields: Mapping[str, Any], name: str) -> int:
 
 def _read_kv_heads(fields: Mapping[str, Any], family: ModelFamily, heads: int) -> int:
     """Left out it is what the family's class in transformers says; null is one for each head."""
-    value = fields.get("num_key_value_heads", family.default("num_key_value_heads"))
-    return (
-        heads if value is None else _require({"num_key_value_heads": value}, "num_key_value_heads")
-    )
+    name = "num_key_value_heads"
+    value = fields.get(name, family.default(name))
+    return heads if value is None else _require({name: value}, name)
 
 
 def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1) -> int:
@@ -579,7 +578,7 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
         found["local_rope_theta"] = float(local.get("rope_theta", base))
         rope = {**top, **(new.get("full_attention") or {}), **old}
     rope = {name: value for name, value in rope.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type"))
+    kind = str(rope.get("rope_type", rope.get("type")))
     if kind in family.rope_aliases:
         rope["rope_type"] = family.rope_aliases[kind]
     part = rope.get("partial_rotary_factor", family.default("partial_rotary_factor"))

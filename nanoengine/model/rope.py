@@ -228,13 +228,15 @@ def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     kind = "longrope" if kind == "su" else kind  # its name before it was published
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(
             f"rope_type={kind!r}: not supported; supported are 'default', "
             f"{', '.join(map(repr, _SCALINGS))}"
         )
     longest, original = rope.get("max_position_embeddings"), "original_max_position_embeddings"
-    if kind in _WITH_ORIGINAL and rope.get(original) is None and longest is not None:
+    if kind in _WITH_ORIGINAL and rope.get(original) is not None:
+        _check_number(original, rope[original])
+    elif kind in _WITH_ORIGINAL and longest is not None:
         rope = {**rope, original: longest}
     if kind == "yarn" and rope.get("factor") is None and rope.get(original, longest) != longest:
         rope = {**rope, "factor": longest / rope[original]}
@@ -242,6 +244,7 @@ def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     for each in fields(_SCALINGS[kind]):
         value = rope.get(each.name)
         if value is not None:
+            _check_number(each.name, value)
             values[each.name] = tuple(value) if isinstance(value, list) else value
         elif each.default is MISSING:
             raise ValueError(
@@ -249,6 +252,16 @@ def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
             )
     scaling: RopeScaling = _SCALINGS[kind](**values)
     return scaling
+
+
+def _check_number(name: str, value: Any) -> None:
+    """`ValueError` for a field, or an entry of a list, that nothing can be multiplied by."""
+    for one in value if isinstance(value, list) else [value]:
+        is_number = isinstance(one, int | float) and math.isfinite(one) and one >= 0
+        if not is_number or (name in ("factor", "original_max_position_embeddings") and one <= 0):
+            raise ValueError(
+                f"rope_parameters: {name}={one!r}: must be a positive number; mend config.json"
+            )
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:

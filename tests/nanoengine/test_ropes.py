@@ -200,6 +200,15 @@ def test_how_far_a_rope_reaches_is_what_vllm_derives() -> None:
         assert ModelConfig.from_hf_dict(config.to_hf_dict()) == config
 
 
+@pytest.mark.parametrize("value", ["4.0", float("nan"), float("inf"), 0, -2.0, ["x"]])
+@pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings"])
+def test_a_number_of_a_rope_that_is_none_is_one_error(name: str, value: object) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = {**FIELDS, "model_type": "qwen2", "rope_scaling": {**yarn, name: value}}
+    with pytest.raises(ValueError, match=f"rope_parameters: {name}=.* positive number"):
+        ModelConfig.from_hf_dict(fields)
+
+
 LONG = {
     **FIELDS,
     "model_type": "phi3",
