@@ -338,11 +338,11 @@ def _unfolded(block: Json) -> tuple[Json, list[Json]]:
 
 
 def _stop_reason(reply: ApiReply) -> str:
+    if reply.is_cut:
+        return "max_tokens"
     if reply.calls:
         return "tool_use"
-    if reply.stop_text is not None:
-        return "stop_sequence"
-    return "max_tokens" if reply.is_cut else "end_turn"
+    return "end_turn" if reply.stop_text is None else "stop_sequence"
 
 
 def _usage(answer: ApiAnswer, num_sampled: int) -> Json:

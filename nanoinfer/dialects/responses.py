@@ -275,7 +275,7 @@ class ResponsesDialect:
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         (reply,) = answer.replies
-        is_cut = reply.is_cut and not reply.calls
+        is_cut = reply.is_cut
         return _head(call, answer) | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -316,7 +316,7 @@ class ResponsesDialect:
             text = {"type": "output_text", "text": reply.text, "annotations": []}
             part = text | {"logprobs": self._logprobs(call, reply)}
             said = _item("message", f"msg_{answer.id}", role="assistant", content=[part])
-            if reply.is_cut and not reply.calls:
+            if reply.is_cut:
                 said["status"] = "incomplete"
             items.append(said)
         return items + [
