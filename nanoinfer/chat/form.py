@@ -26,6 +26,7 @@ from nanoinfer.chat.reply import ReplyReader, mark_tokens, spoken_ids
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanoinfer.params import Output
 from nanoinfer.server.tool_calls import parse_call
+from nanoinfer.text import TextStream
 
 MAX_FORMS = 32  # lists of tools that are kept
 REASONING_KEYS = ("reasoning_content", "thinking")
@@ -41,8 +42,8 @@ class ChatForm:
     """For the system message; empty where the template lists the tools."""
     schemas: list[Json] | None
     """For the template, where it lists them."""
-    writes_calls: bool = True
-    """The template writes calls; else they are text of the turn."""
+    writes_calls: bool = False
+    """The template writes calls, as one that lists tools does; else they are text of the turn."""
     is_single: bool = False
     """It writes one a turn: several of one turn are text."""
     reasoning_key: str | None = "reasoning_content"
@@ -108,7 +109,8 @@ class ChatForm:
         calls = [_with_arguments(call) for call in said.get("tool_calls") or ()]
         if not calls:
             return said
-        if self.writes_calls and not (self.is_single and len(calls) > 1):
+        is_known = self.writes_calls or self.schemas is not None
+        if is_known and not (self.is_single and len(calls) > 1):
             return {**said, "tool_calls": calls}
         written = [self.parser.write(_as_call(call)) for call in calls]
         content = "\n".join(part for part in (said["content"], *written) if part)
@@ -162,7 +164,8 @@ class ChatForm:
         self, tokenizer: ChatTokenizer, ids: Sequence[int], stop: Sequence[str]
     ) -> tuple[str, str | None]:
         """The text of sampled tokens, which `reply` reads, and the stop text that ended it."""
-        text = tokenizer.decode(spoken_ids(tokenizer, ids, self.marks))
+        said = spoken_ids(tokenizer, ids, self.marks)
+        text = _as_streamed(tokenizer, said) if self.marks else tokenizer.decode(said)
         places = [(text.find(one), one) for one in stop if one in text]
         if not places:
             return text, None
@@ -186,6 +189,15 @@ class ChatForms:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = form
         return form
+
+
+def _as_streamed(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    """The text as a stream of it is: broken characters are told from it token by token."""
+    stream = TextStream(tokenizer, skip_special=False)
+    for token in ids:
+        stream.push(token)
+    stream.finish()
+    return stream.text
 
 
 def _reasoning_key(tokenizer: ChatTokenizer) -> str | None:

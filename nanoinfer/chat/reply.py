@@ -36,10 +36,10 @@ from nanoinfer.chat.reading import CLOSINGS, REASONING, WalkingParser, beginning
 
 CALL_TOKENS = frozenset(
     {"<tool_call>", "</tool_call>", PYTHON_TAG, TOOL_CALLS, "[CALL_ID]", "[ARGS]"}
-    | {CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, "<|assistant|>"}
+    | {CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR}
 )
 """Tokens of which calls are made."""
-REASONING_TOKENS = frozenset({*REASONING, *CLOSINGS, *harmony.TOKENS})
+REASONING_TOKENS = frozenset({*REASONING, *CLOSINGS})
 
 THINKS = re.compile(rf"\s*({'|'.join(map(re.escape, REASONING))})")
 MAY_BEGIN = re.compile(
@@ -112,6 +112,8 @@ def opened_reasoning(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
 def mark_tokens(tokenizer: ChatTokenizer, *, has_tools: bool) -> dict[int, str]:
     """Control tokens of which the marks of a turn are made: a reader needs them in its text."""
     names = REASONING_TOKENS | (CALL_TOKENS if has_tools else frozenset())
+    if tokenizer.token_to_id(harmony.CHANNEL) is not None:
+        names |= harmony.TOKENS  # others have an `<|end|>` too
     ids = {tokenizer.token_to_id(name): name for name in names}
     return {token: name for token, name in ids.items() if token in tokenizer.special_ids}
 

@@ -121,8 +121,9 @@ class _Marked:
         self._tools = tools
         self._mark = _new_mark()
         self._history = [*before, _with_mark(turn, self._mark)]
-        if turn.get("tool_calls") and self._mark not in self._history_text():
-            # The template prints no calls.
+        has_calls = any(message.get("tool_calls") for message in self._history)
+        is_printed = not has_calls or self._mark in self._history_text()
+        if turn.get("tool_calls") and not is_printed:  # the template prints no calls
             self._history[-1] = {**self._history[-1], "content": self._mark}
 
     def ids(self, new: Sequence[Message]) -> list[int]:
