@@ -126,7 +126,9 @@ class ChatForm:
         if self.reasoning_key is not None:
             return {**rest, self.reasoning_key: thought}
         is_mistral = isinstance(self.parser, MistralParser)
-        opening, closing = ("[THINK]", "[/THINK]") if is_mistral else ("<think>\n", "\n</think>\n\n")
+        opening, closing = (
+            ("[THINK]", "[/THINK]") if is_mistral else ("<think>\n", "\n</think>\n\n")
+        )
         return {**rest, "content": f"{opening}{thought}{closing}{message['content'] or ''}"}
 
     def reader(self, *, has_tools: bool, opened: str = "") -> ReplyReader:

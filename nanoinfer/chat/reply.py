@@ -48,6 +48,8 @@ MAY_BEGIN = re.compile(
 )
 """What may become the beginning of reasoning, or of Harmony."""
 MAY_STOP = re.compile(rf"(?:{'|'.join(beginnings(stop) for stop in sorted(harmony.TOKENS))})\Z")
+TAIL = 8
+"""Tokens at the end of a prompt that may open the reasoning."""
 LONGEST_STOP = max(map(len, harmony.TOKENS))
 Mode = Literal["opening", "reasoning", "between", "content", "harmony"]
 
@@ -105,7 +107,7 @@ def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
 
 def opened_reasoning(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
     """The mark of reasoning that a prompt ends with, which the turn goes on from; or empty."""
-    end = tokenizer.decode(prompt[-8:]).rstrip()
+    end = tokenizer.decode(prompt[-TAIL:]).rstrip()
     return next((mark for mark in REASONING if end.endswith(mark)), "")
 
 
@@ -118,9 +120,7 @@ def mark_tokens(tokenizer: ChatTokenizer, *, has_tools: bool) -> dict[int, str]:
     return {token: name for token, name in ids.items() if token in tokenizer.special_ids}
 
 
-def spoken_ids(
-    tokenizer: ChatTokenizer, ids: Sequence[int], marks: Mapping[int, str]
-) -> list[int]:
+def spoken_ids(tokenizer: ChatTokenizer, ids: Sequence[int], marks: Mapping[int, str]) -> list[int]:
     """What a turn says of its sampled `ids`: all but control tokens that are no `marks`, and the
     one that ended it."""
     said = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
@@ -190,9 +190,7 @@ class ReplyStream:
         )
 
     def _new(self, before: tuple[int, int]) -> Reply:
-        return Reply(
-            reasoning=self._reasoning[before[0] :], content=self._content[before[1] :]
-        )
+        return Reply(reasoning=self._reasoning[before[0] :], content=self._content[before[1] :])
 
     def _go_on(self) -> None:
         mode: Mode | None = None

@@ -9,6 +9,7 @@ Left out: values that do not fit their type; they stay text, and the tool says w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +45,9 @@ def value_of(text: str, schema: Any) -> Any:
         value, end = read_json(text, 0)
     except ToolCallError:
         return text
-    return text if text[end:].strip() or (isinstance(value, str) and not types) else value
+    is_said = not (isinstance(value, str) and not types)  # without a type quotes are text
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_said and is_finite and not text[end:].strip() else text
 
 
 def text_of(value: Any) -> str:

@@ -201,9 +201,7 @@ class ChatDeltas:
         self._reply = ReplyStream(form.tools.reader)
         self._forced = ""
         marks = form.form.marks
-        self._spoken = (
-            TextStream(form.tokenizer, form.stop, skip_special=False) if marks else None
-        )
+        self._spoken = TextStream(form.tokenizer, form.stop, skip_special=False) if marks else None
         self._num_spoken = 0
         delta = {"role": "assistant", "content": ""}
         self.first: Json | None = {"index": index, "delta": delta, "finish_reason": None}
@@ -242,9 +240,7 @@ class ChatDeltas:
         if chunk.output is None:
             return new, []
         rest = self._reply.finish(is_cut=is_cut)
-        whole = Reply(
-            reasoning=new.reasoning + rest.reasoning, content=new.content + rest.content
-        )
+        whole = Reply(reasoning=new.reasoning + rest.reasoning, content=new.content + rest.content)
         return whole, tools.calls_of(rest)
 
     def _piece(self, chunk: StreamChunk) -> str:

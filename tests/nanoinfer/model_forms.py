@@ -115,7 +115,9 @@ _LLAMA = (
     "tool-calls at once!') }}{% endif %}"
     '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
 )
-_PARAMETERS = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+_PARAMETERS = (
+    '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+)
 FORMS = {
     "hermes": _chatml(_PARAMETERS),
     "hermes_plain": _chatml(_PARAMETERS, reasons=False),
@@ -141,7 +143,12 @@ SPECIAL = (
     *("<｜end▁of▁sentence｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "[THINK]"),
     "[/THINK]",
 )
-WORDS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+WORDS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+)
 WORDS += ("<｜tool▁sep｜>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 
 

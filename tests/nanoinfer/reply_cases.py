@@ -58,7 +58,9 @@ DS_B, DS_E, DS_1, DS_2, DS_S = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
 )
-TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+TO_ADD = (
+    '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+)
 ANALYSIS = "<|channel|>analysis<|message|>Two numbers. 1 < 2<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is 3."
 

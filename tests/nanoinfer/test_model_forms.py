@@ -92,9 +92,7 @@ class Grown:
         ]
         results = [str(place) for place, _ in enumerate(calls)]
         if calls:
-            self.builder.append_observation(
-                as_results(self.chat.parser.observation(results), read)
-            )
+            self.builder.append_observation(as_results(self.chat.parser.observation(results), read))
             self.client += [
                 {"role": "tool", "tool_call_id": one["id"], "content": result}
                 for one, result in zip(found, results, strict=True)
@@ -109,7 +107,9 @@ class Grown:
         form = ChatForm.of(self.tokenizer, TOOLS)
         history = [one.for_template() for one in body.messages]
         choice = ChatFormat(self.tokenizer, body, form, history, prompt).choice(0, prompt, output)
-        assert choice["finish_reason"] == ("tool_calls" if "tool_calls" in choice["message"] else "stop")
+        assert choice["finish_reason"] == (
+            "tool_calls" if "tool_calls" in choice["message"] else "stop"
+        )
         for token in self.tokenizer.special_ids:
             shown = json.dumps(choice["message"], ensure_ascii=False)
             assert self.tokenizer.decode([token]) not in shown

@@ -71,12 +71,48 @@ def test_a_turn_that_offers_no_tools_calls_nothing(case: Case) -> None:
     assert streamed(reader, list(case.text)) == whole
 
 
-PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f"', ', "arguments": {', "}"]
-PIECES += ["[TOOL_CALLS]", "f[ARGS]", "{}", "[THINK]", "[/THINK]", "[f(", "a=1", ")]", "\n", " ", ";"]
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    '{"name": "f"',
+    ', "arguments": {',
+    "}",
+]
+PIECES += [
+    "[TOOL_CALLS]",
+    "f[ARGS]",
+    "{}",
+    "[THINK]",
+    "[/THINK]",
+    "[f(",
+    "a=1",
+    ")]",
+    "\n",
+    " ",
+    ";",
+]
 PIECES += ["<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>"]
-PIECES += ["<arg_value>", "</arg_value>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"]
+PIECES += [
+    "<arg_value>",
+    "</arg_value>",
+    "<|channel|>",
+    "analysis",
+    "final",
+    "<|message|>",
+    "<|end|>",
+]
 PIECES += ["<|start|>assistant", " to=functions.f", "<|call|>", "<｜tool▁calls▁begin｜>"]
-PIECES += ["<｜tool▁call▁begin｜>", "f<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```python\n", "```", "f", "<"]
+PIECES += [
+    "<｜tool▁call▁begin｜>",
+    "f<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "```python\n",
+    "```",
+    "f",
+    "<",
+]
 PIECES += ["<|python_tag|>", '{"name": "f", "parameters": {}}', "t", "to", "<|assistant|>", "f\n{"]
 
 
@@ -101,7 +137,9 @@ def test_a_stream_of_any_text_is_the_whole_turn(parser: Parser) -> None:
 
 def test_what_is_sure_is_handed_out_at_once() -> None:
     stream = ReplyStream(ReplyReader(HermesParser()))
-    parts = [stream.push(piece) for piece in ("<think>a", "b</think>", "c", " <tool", "x", "<tool_call>")]
+    parts = [
+        stream.push(piece) for piece in ("<think>a", "b</think>", "c", " <tool", "x", "<tool_call>")
+    ]
     assert [part.reasoning for part in parts] == ["a", "b", "", "", "", ""]
     assert [part.content for part in parts] == ["", "", "c", "", " <toolx", ""]
 

@@ -227,7 +227,8 @@ def test_a_conversation_with_tools_and_parts_reaches_the_template(served: Served
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
     status, answer = served.send(
-        "/v1/chat/completions", {"messages": messages, "tools": TOOLS, "max_tokens": 2, "return_token_ids": True}
+        "/v1/chat/completions",
+        {"messages": messages, "tools": TOOLS, "max_tokens": 2, "return_token_ids": True},
     )
     assert status == 200, answer
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
