@@ -1,7 +1,7 @@
 """Harmony, the form of gpt-oss: a turn is one or several messages, each on a channel.
 
     <|channel|>analysis<|message|>Two numbers.<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
+    <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>
 
 `analysis` is reasoning, `final` is what the turn says, `commentary` with a recipient is a call and
 without one a word about what follows. Whom a message is for may stand before its channel too.
@@ -17,12 +17,15 @@ from typing import ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 from nanoinfer.chat.reading import (
+    MAX_CALLS,
     Found,
     Marks,
+    Place,
     WalkingParser,
     checked_call,
     list_tools,
     read_json,
+    too_many,
     written_arguments,
 )
 
@@ -95,10 +98,12 @@ class HarmonyParser(WalkingParser):
     def marks(self) -> Marks:
         return MARKS
 
-    def find(self, text: str) -> list[tuple[int, int, Found]]:
-        """Every call of a turn; a recipient that is an end user's channel is none."""
-        found: list[tuple[int, int, Found]] = []
+    def find(self, text: str) -> list[Place]:
+        """Every call of a turn; those for users and for us have no tool's name."""
+        found: list[Place] = []
         for one in messages_in(text):
+            if one.recipient and len(found) == MAX_CALLS:
+                return [*found, (one.start, len(text), [too_many()])]
             if one.recipient:
                 found.append((one.start, one.end, [self._call(text, one)]))
         return found

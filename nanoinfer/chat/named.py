@@ -5,8 +5,8 @@
     <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>      DeepSeek V3.1
     add\\n{"a": 1}                                                      GLM-4
 
-Every generation of a family is read by its parser; what it writes is the generation that the model's
-template writes (choose.py). Mistral's v3 and v11 print an id with each call, which is kept.
+Every generation of a family is read by its parser; what it writes is the generation that the
+model's template writes (choose.py). Mistral's v3 to v11 print an id with a call, which is kept.
 """
 
 from __future__ import annotations

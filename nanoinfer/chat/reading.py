@@ -131,13 +131,15 @@ def find_calls(text: str, parser: WalkingParser) -> list[Place]:
             one, place = parser.read_one(text, mark)
             num_read = min(len(one), MAX_CALLS - num_calls)
             if num_read < len(one):
-                rest = ToolCallError(
-                    f"more than {MAX_CALLS} calls in one turn, the rest was not read"
-                )
-                return [*found, (mark.start(), len(text), [*one[:num_read], rest])]
+                return [*found, (mark.start(), len(text), [*one[:num_read], too_many()])]
             found.append((mark.start(), place, one))
             num_calls += num_read
     return found
+
+
+def too_many() -> ToolCallError:
+    """What stands in the place of the calls that are not read."""
+    return ToolCallError(f"more than {MAX_CALLS} calls in one turn, the rest was not read")
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:

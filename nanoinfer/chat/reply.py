@@ -101,7 +101,7 @@ def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
     if not mark:
         return "", text
     start = begun.end() if begun is not None and begun[1] == mark else 0
-    reasoning, closing, said = text[start:].partition(REASONING[mark])
+    reasoning, _, said = text[start:].partition(REASONING[mark])
     return reasoning.strip(), said.lstrip()
 
 

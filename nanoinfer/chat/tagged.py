@@ -105,7 +105,7 @@ class _TaggedParser(WalkingParser):
     def _checked(self, call: ToolCall, written: str) -> str:
         """`written`, which is that call. `ValueError` where it would be read as another one."""
         texts = {key: text_of(value) for key, value in call.arguments.items()}
-        plain = type(self)(schemas={call.name: dict.fromkeys(texts, {"type": "string"})})
+        plain = type(self)(schemas={call.name: {key: {"type": "string"} for key in texts}})
         if plain.read(written) != [ToolCall(call.name, texts)]:
             raise ValueError(
                 f"{call.name}({', '.join(call.arguments)}): cannot be written as {self.tags.shape}"

@@ -29,7 +29,7 @@ TOOLS = [
 _HEAD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 _REASON = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 _OTHERS = (
-    "{% else %}<|im_start|>{{ 'tool' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -58,7 +58,7 @@ _GLM = (
 )
 _MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools and loop.first %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% if tools and loop.first %}[TOOLS] {{ tools | tojson }}[/TOOLS]{% endif %}"
     "[INST] {{ m.content }}[/INST]{% elif m.role == 'assistant' and m.tool_calls %}CALLS</s>"
     "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% elif m.role == 'tool' %}"
     "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 signs') }}{% endif %}"
@@ -103,7 +103,7 @@ _HARMONY = (
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
-    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call') }}{% endif %}"
+    "{% elif m.role == 'tool' %}{% if not last.name %}{{ raise_exception('no call') }}{% endif %}"
     "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ m.content | tojson }}<|end|>{% elif m.role in ['system', 'user', 'developer'] %}"
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% else %}"

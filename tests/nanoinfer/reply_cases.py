@@ -119,9 +119,7 @@ CASES = {
     "llama, no call": Case(LLAMA, '{"answer": 3}\n {"nam', content=None),
     "pythonic": Case(PYTHONIC, "Yes.\n [add(a=1, b=2), ls()]", (ADD, LS), "Yes."),
     "pythonic, no call": Case(PYTHONIC, "[see\n[1, 2] [x", content=None),
-    "fenced": Case(
-        FENCED, "a\n```bash\nls\n```", (ToolCall("bash", {"command": "ls"}),), "a"
-    ),
+    "fenced": Case(FENCED, "a\n```bash\nls\n```", (ToolCall("bash", {"command": "ls"}),), "a"),
     "fenced, other": Case(FENCED, "```js\n1\n```", content=None),
     "coder": Case(CODER, f"Sure.\n\n{CODED}", (ADD,), "Sure."),
     "coder, several": Case(CODER, f"{CODED}\n{CODER.write(LS)}", (ADD, LS)),
@@ -140,9 +138,7 @@ CASES = {
     "coder, lines and tags": Case(
         CODER, CODER.write(sh(f"\ta\n{INNER}</parameter>\n")), (sh(f"\ta\n{INNER}</parameter>\n"),)
     ),
-    "coder, without the outer tags": Case(
-        CODER, "<function=ls>\n</function>", (LS,)
-    ),
+    "coder, without the outer tags": Case(CODER, "<function=ls>\n</function>", (LS,)),
     "coder, not closed": Case(CODER, CODED[: CODED.index("</function>")], content=None),
     "coder, half a tag": Case(CODER, "a <tool_call>\n<fun", content=None),
     "glm": Case(GLM, f"<think>Hm</think>\nOk\n{GLMED}{GLMED}", (ADD, ADD), "Ok", "Hm"),
@@ -151,9 +147,7 @@ CASES = {
     "glm, not closed": Case(GLM, "<tool_call>ls\n<arg_key>a</arg_key><arg_value>1", content=None),
     "mistral v3": Case(MISTRAL, f'[TOOL_CALLS] [{ONE[:-1]}, "id": "abcdefghi"}}]', (ADD,)),
     "mistral v7": Case(MISTRAL, f"Ok[TOOL_CALLS][{ONE}, {ONE}]", (ADD, ADD), "Ok"),
-    "mistral v11": Case(
-        MISTRAL, '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}', (ADD,)
-    ),
+    "mistral v11": Case(MISTRAL, '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}', (ADD,)),
     "mistral v13": Case(
         MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]ls[ARGS]{}', (ADD, LS)
     ),
@@ -169,9 +163,10 @@ CASES = {
         "Ok.",
     ),
     "deepseek v3.1": Case(
-        DEEPSEEK, f'{DS_B}{DS_1}add{DS_S}{{"a": 1, "b": 2}}{DS_2}{DS_1}ls{DS_S}{{}}{DS_2}{DS_E}',
+        DEEPSEEK,
+        f'{DS_B}{DS_1}add{DS_S}{{"a": 1, "b": 2}}{DS_2}{DS_1}ls{DS_S}{{}}{DS_2}{DS_E}',
         (ADD, LS),
-    ),  # fmt: skip
+    ),
     "deepseek, bad": Case(DEEPSEEK, f"a {DS_B}{DS_1}ls{DS_2}", content=None),
     "glm4": Case(GLM4, 'add\n{"a": 1, "b": 2}', (ADD,)),
     "glm4, no call": Case(GLM4, 'It is\nadd\n{"a": 1}', content=None),
@@ -189,17 +184,27 @@ CASES = {
         "I add.",
     ),
     "harmony, thought twice": Case(
-        HARMONY, f"{ANALYSIS}<|start|>assistant{ANALYSIS}{FINAL}", (), "It is 3.",
+        HARMONY,
+        f"{ANALYSIS}<|start|>assistant{ANALYSIS}{FINAL}",
+        (),
+        "It is 3.",
         "Two numbers. 1 < 2\nTwo numbers. 1 < 2",
-    ),  # fmt: skip
+    ),
     "harmony, a call in a thought": Case(
-        HARMONY, '<|channel|>analysis<|message|>to=functions.add {"a": 1}<|end|>' + FINAL, (),
-        "It is 3.", 'to=functions.add {"a": 1}',
-    ),  # fmt: skip
+        HARMONY,
+        '<|channel|>analysis<|message|>to=functions.add {"a": 1}<|end|>' + FINAL,
+        (),
+        "It is 3.",
+        'to=functions.add {"a": 1}',
+    ),
     "harmony, cut": Case(
-        HARMONY, f"{ANALYSIS}<|start|>assistant{TO_ADD[:-12]}", (), '{"a": 1, "b"',
-        "Two numbers. 1 < 2", is_cut=True,
-    ),  # fmt: skip
+        HARMONY,
+        f"{ANALYSIS}<|start|>assistant{TO_ADD[:-12]}",
+        (),
+        '{"a": 1, "b"',
+        "Two numbers. 1 < 2",
+        is_cut=True,
+    ),
     "harmony, bad": Case(HARMONY, TO_ADD.replace("{", "("), (), '("a": 1, "b": 2}'),
     "harmony, nothing yet": Case(HARMONY, "<|channel|>ana", (), ""),
-}  # fmt: skip
+}

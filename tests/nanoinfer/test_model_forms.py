@@ -16,6 +16,7 @@ from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.choose import ClientTool, tool_chat
 from nanoinfer.chat.form import ChatForm
+from nanoinfer.dialects import MessagesDialect, ResponsesDialect
 from nanoinfer.params import Output
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import ChatFormat
@@ -73,6 +74,19 @@ class Grown:
         ours, theirs = self.builder.prompt_ids, answer["prompt_token_ids"]
         assert self.tokenizer.decode(theirs) == self.tokenizer.decode(ours)
         assert theirs == ours
+
+    def check_dialects(self) -> None:
+        """So is the prompt of a client of another API, who sends the same conversation."""
+        form = ChatForm.of(self.tokenizer, TOOLS)
+        for dialect, body in (
+            (MessagesDialect(), as_messages(self.client)),
+            (ResponsesDialect(self.tokenizer), as_responses(self.client)),
+        ):
+            messages = form.opening(dialect.read(body).messages)
+            ids = self.tokenizer.encode_chat(
+                messages, add_generation_prompt=True, tools=form.schemas
+            )
+            assert ids == self.builder.prompt_ids
 
     def turn(self, *calls: ToolCall, text: str = "", thought: str = "") -> None:
         """The model says what its template writes of these, and the tools answer."""
@@ -142,6 +156,58 @@ class Grown:
         return [one.for_template() for one in body.messages]
 
 
+def as_messages(client: list[Any]) -> dict[str, Any]:
+    """A conversation as Anthropic's clients send it."""
+    system = "".join(one["content"] for one in client if one["role"] == "system")
+    turns: list[dict[str, Any]] = []
+    for one in client:
+        content: Any = one["content"]
+        if one["role"] == "assistant":
+            thought, text = one.get("reasoning_content"), one["content"]
+            blocks = (
+                [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
+            )
+            blocks += [{"type": "text", "text": text}] if text else []
+            content = blocks + [
+                {
+                    "type": "tool_use", "id": call["id"], "name": call["function"]["name"],
+                    "input": json.loads(call["function"]["arguments"]),
+                }
+                for call in one.get("tool_calls", [])
+            ]  # fmt: skip
+        elif one["role"] == "tool":
+            result = {"type": "tool_result", "tool_use_id": one["tool_call_id"], "content": content}
+            if turns[-1]["role"] == "user":
+                turns[-1]["content"].append(result)
+                continue
+            content = [result]
+        if one["role"] != "system":
+            role = "assistant" if one["role"] == "assistant" else "user"
+            turns.append({"role": role, "content": content})
+    told = {"system": system} if system else {}
+    return {"model": "m", "max_tokens": 9, "messages": turns, **told}
+
+
+def as_responses(client: list[Any]) -> dict[str, Any]:
+    """A conversation as clients of OpenAI's Responses send it."""
+    items: list[dict[str, Any]] = []
+    for one in client:
+        if one["role"] == "tool":
+            output = {"call_id": one["tool_call_id"], "output": one["content"]}
+            items.append({"type": "function_call_output", **output})
+            continue
+        if thought := one.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": thought}]
+            items.append({"type": "reasoning", "id": "r", "summary": [], "content": content})
+        if one["content"]:
+            items.append({"role": one["role"], "content": one["content"]})
+        items += [
+            {"type": "function_call", "call_id": call["id"], **call["function"]}
+            for call in one.get("tool_calls", [])
+        ]
+    return {"input": items}
+
+
 @pytest.fixture(params=FORMS)
 def grown(request: pytest.FixtureRequest) -> Iterator[Grown]:
     tokenizer = tokenizer_of(request.param)
@@ -161,6 +227,7 @@ def test_the_deployed_prompt_is_the_trained_one(grown: Grown) -> None:
     grown.turn(add(5, name="call00009"))
     if not name.startswith("mistral"):  # its calls stand alone
         grown.turn(add(4, name="call00010"), text="" if name == "harmony" else "Let me see.")
+    grown.check_dialects()
     if name != "harmony":  # a rollout keeps `<|return|>`, which its template renames
         grown.turn(text="It is 3.")
 
@@ -171,3 +238,4 @@ def test_reasoning_comes_back_where_the_model_reads_it(grown: Grown) -> None:
     grown.turn(add(1, name="call00000"), thought="Two numbers.")
     assert grown.client[-2]["reasoning_content"] == "Two numbers."
     grown.turn(add(2, name="call00001"), thought="Again.")
+    grown.check_dialects()

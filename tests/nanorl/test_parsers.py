@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import nanorl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -313,13 +312,14 @@ def test_time_grows_with_the_length_of_hostile_text_and_no_faster(
     def seconds(size: int) -> float:
         body = unit * (size // len(unit))
         texts = [body, f"[f(a={body}1)]", f'<tool_call>{{"a": {body}}}']
-        texts += [f"<tool_call><function=f>{body}", f"<tool_call>f\n{body}", f"f\n{{{body}"]
+        if parser in TAGGED:
+            texts = [body, f"<tool_call><function=f>{body}", f"<tool_call>f\n{body}"]
         start = time.process_time()
         for text in texts:
             assert len(parser.read(text)) <= MAX_CALLS + 1
         return time.process_time() - start
 
-    short, long = (min(seconds(size) for _ in range(3)) for size in (1 << 14, 1 << 16))
+    short, long = (min(seconds(size) for _ in range(2)) for size in (1 << 14, 1 << 16))
     assert long < 10 * short + 0.05, "four times the text took more than ten times as long"
 
 
