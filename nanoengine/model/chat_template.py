@@ -81,17 +81,35 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. `ValueError` when the template itself rejects the messages."""
-        bound = {**self._variables, **(variables or {})}
+        bound = {
+            "tools": list(tools) if tools is not None else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+            **(variables or {}),
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) if tools is not None else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **bound,
-            )
-        except jinja2.exceptions.TemplateError as error:
+            try:
+                return self._template.render(messages=[dict(one) for one in messages], **bound)
+            except TypeError:  # DeepSeek's adds the arguments of calls to a text
+                texts = [_with_json_arguments(message) for message in messages]
+                return self._template.render(messages=texts, **bound)
+        except (jinja2.exceptions.TemplateError, TypeError) as error:
             roles = [message.get("role") for message in messages]
             raise ValueError(
                 f"the chat template rejects messages with roles {roles}: {error}"
             ) from error
+
+
+def _with_json_arguments(message: Message) -> dict[str, Any]:
+    """The message with each call's arguments as the JSON text that an API has for them."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_with_json, calls)]} if calls else dict(message)
+
+
+def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -6,6 +6,7 @@ when it is trained and when it is served.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from nanoengine.model.chat_template import Message
@@ -21,6 +22,24 @@ def next_ids(messages: Sequence[Message], num: int) -> list[str]:
     known |= {message.get("tool_call_id") for message in messages}
     names = (f"call{number:05d}" for number in range(len(known) + num))
     return [name for name in names if name not in known][:num]
+
+
+def ids_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[str]:
+    """Ids of a turn's calls in a conversation of `messages`: those that the model wrote, where no
+    call has them yet, and else the next ones."""
+    following = next_ids(messages, len(calls))
+    known = {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+    ids: list[str] = []
+    for call, other in zip(calls, following, strict=True):
+        ids.append(other if not call.id or call.id in known else call.id)
+        known.add(call.id)
+    return ids
+
+
+def short_id(given: str) -> str:
+    """An id of nine letters or digits for one that a client made up."""
+    is_short = len(given) == 9 and given.isascii() and given.isalnum()
+    return given if is_short else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def with_ids(new: Sequence[Message], history: Sequence[Message]) -> list[Message]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.chat.base import Parser
-
-_REASONING = re.compile(r"^\s*<think>.*?(?:</think>|$)\s*", re.DOTALL)
-_CLOSED = "</think>"  # alone where the prompt opened it
+from nanoinfer.chat.reading import REASONING
+from nanoinfer.chat.reply import ReplyReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +17,10 @@ class ToolChat:
     parser: Parser
     description: str = ""
     schemas: list[dict[str, Any]] | None = None
+    writes_calls: bool = False
+    """The template writes calls in the parser's form."""
+    is_single: bool = False
+    """It writes one a turn and not more."""
 
     def system(self, own: str) -> str:
         """The system message of an environment that says `own`."""
@@ -27,5 +29,8 @@ class ToolChat:
 
 def visible(text: str) -> str:
     """What a turn says when its reasoning is left out."""
-    without = _REASONING.sub("", text, count=1)
-    return without.partition(_CLOSED)[2].lstrip() if _CLOSED in without else without
+    said = ReplyReader().read(text).content
+    for closing in REASONING.values():  # alone where the prompt opened it
+        if closing in said:
+            said = said.partition(closing)[2].lstrip()
+    return said

@@ -4,8 +4,9 @@ Nothing is known by a model's name. The template is given a call, a tool and a r
 makes of them tells: the parser that reads the call back is the model's; a template that shows the
 tool can list tools; one that treats the role "tool" in another way than a role which nobody knows
 knows it.
-Left out: templates that render calls in a form of which there is no parser here (Mistral, DeepSeek,
-XML). For them, as for templates without calls, the form is described in the system prompt.
+Of a family's generations, which one parser reads, the one is taken that writes what the template
+writes. Left out: templates that render calls in a form of which there is no parser here (Granite,
+Cohere). For them, as for templates without calls, the form is described in the system prompt.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Described, Parser, ToolCall
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
+from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.chat.hermes import HermesParser
 from nanoinfer.chat.llama import LlamaParser
+from nanoinfer.chat.named import DeepSeekParser, Glm4Parser, MistralParser
 from nanoinfer.chat.pythonic import PythonicParser
+from nanoinfer.chat.tagged import GlmParser, QwenCoderParser
 
-PROBE = ToolCall("probe_tool", {"probe_argument": 7})
+PROBE = ToolCall("probe_tool", {"probe_argument": 7}, "call00000")
+SECOND = ToolCall("probe_tool", {"probe_argument": 8}, "call00001")
 PROBE_RESULT = "probe result"
 UNKNOWN_ROLE = "qzxw"
 FENCES = {fence.tool: fence for fence in (PYTHON_FENCE, BASH_FENCE)}
@@ -36,6 +41,21 @@ Make = Callable[[str, Sequence[Described]], Parser]
 BY_NAME: Mapping[str, Make] = MappingProxyType(
     {
         "hermes": lambda role, tools: HermesParser(role=role),
+        "qwen3_coder": QwenCoderParser.of,
+        "glm45": GlmParser.of,
+        "mistral": lambda role, tools: MistralParser(role=role),
+        "mistral_v11": lambda role, tools: MistralParser(
+            name="mistral_v11", role=role, is_list=False
+        ),
+        "mistral_v13": lambda role, tools: MistralParser(
+            name="mistral_v13", role=role, is_list=False, has_ids=False
+        ),
+        "deepseek": lambda role, tools: DeepSeekParser(role=role),
+        "deepseek_v3": lambda role, tools: DeepSeekParser(
+            name="deepseek_v3", role=role, is_fenced=True
+        ),
+        "harmony": lambda role, tools: HarmonyParser(role=role),
+        "glm4": lambda role, tools: Glm4Parser(role=role),
         "llama": lambda role, tools: LlamaParser(role=role),
         "pythonic": lambda role, tools: PythonicParser(role=role),
         "fenced": lambda role, tools: FencedParser(role=role, fences=_fences(tools)),
@@ -60,11 +80,17 @@ def tool_chat(
         if parser not in BY_NAME:
             raise ValueError(f"parser={parser!r}: one of auto, {', '.join(BY_NAME)}")
         calling = CALLING if parser == rendered else SPEAKING
-        roles = (one for one in ("tool", "ipython") if _knows_role(tokenizer, one, calling))
+        roles = (one for one in ROLES if _knows_role(tokenizer, one, calling))
         parser = BY_NAME[parser](next(roles, "user"), tools)
-    if parser.name == rendered and PROBE.name in _render(tokenizer, [USER], [SCHEMA]):
-        return ToolChat(parser=parser, schemas=[tool.schema for tool in tools])
-    return ToolChat(parser=parser, description=parser.describe(tools))
+    writes = parser.name == rendered
+    is_single = writes and not _writes_several(tokenizer, parser)
+    if writes and PROBE.name in _render(tokenizer, [USER], [SCHEMA]):
+        schemas = [tool.schema for tool in tools]
+        return ToolChat(parser=parser, schemas=schemas, writes_calls=True, is_single=is_single)
+    description = parser.describe(tools)
+    return ToolChat(
+        parser=parser, description=description, writes_calls=writes, is_single=is_single
+    )
 
 
 @dataclass(frozen=True)
@@ -89,8 +115,16 @@ def client_tool_chat(tokenizer: ChatTokenizer, schemas: Sequence[dict[str, Any]]
 def _rendered_form(tokenizer: ChatTokenizer) -> str | None:
     """The name of the parser that reads what the template makes of a call."""
     text = _render(tokenizer, [USER, CALLING])
-    names = (name for name in BY_NAME if name != "fenced")
-    return next((name for name in names if BY_NAME[name]("tool", []).read(text) == [PROBE]), None)
+    parsers = {name: make("tool", []) for name, make in BY_NAME.items() if name != "fenced"}
+    fits = [name for name, parser in parsers.items() if parser.read(text) == [PROBE]]
+    dense = "".join(text.split())
+    exact = (name for name in fits if "".join(parsers[name].write(PROBE).split()) in dense)
+    return next(exact, next(iter(fits), None))
+
+
+def _writes_several(tokenizer: ChatTokenizer, parser: Parser) -> bool:
+    """True if the template writes each of two calls of one turn."""
+    return parser.read(_render(tokenizer, [USER, _calling(PROBE, SECOND)])) == [PROBE, SECOND]
 
 
 def _can_be_fenced(tools: Sequence[Described]) -> bool:
@@ -107,20 +141,22 @@ def _fences(tools: Sequence[Described]) -> tuple[Fence, ...]:
     return tuple(FENCES[tool.name] for tool in tools)
 
 
+def _calling(*calls: ToolCall) -> Message:
+    written = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
+        for call in calls
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written}
+
+
+ROLES = ("tool", "ipython", "observation")
+"""Roles that templates have for results; a user brings them where there is none."""
 USER: Message = MappingProxyType({"role": "user", "content": "a"})
-CALLING: Message = MappingProxyType(
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": "call00000",
-                "type": "function",
-                "function": {"name": PROBE.name, "arguments": dict(PROBE.arguments)},
-            }
-        ],
-    }
-)
+CALLING: Message = MappingProxyType(_calling(PROBE))
 SPEAKING: Message = MappingProxyType({"role": "assistant", "content": "b"})
 """A call in a form that the template does not know is what the assistant said."""
 SCHEMA: Mapping[str, Any] = MappingProxyType(

@@ -10,6 +10,7 @@ Left out: code that holds the closing marker, which cannot be written in this fo
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import Found, ReadOne, beside_calls, marks, read_calls
+from nanoinfer.chat.reading import Found, Marks, WalkingParser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ BASH_FENCE = Fence(tool="bash", argument="command", open="```bash\n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FencedParser:
+class FencedParser(WalkingParser):
     """The parser. With `is_one_at_a_time` a turn of several blocks is one error.
 
     Results come back as messages of `role`, after `prefix`; those for a user in one message.
@@ -57,20 +58,31 @@ class FencedParser:
         if not self.fences:
             raise ValueError("fences=(): a parser without fences reads no call")
 
+    @functools.cached_property
+    def _by_mark(self) -> dict[str, Fence]:
+        return {fence.open.strip(): fence for fence in self.fences}
+
+    @functools.cached_property
+    def marks(self) -> Marks:
+        longest_first = sorted(self._by_mark, key=len, reverse=True)
+        return Marks.of("|".join(map(re.escape, longest_first)), *longest_first)
+
     def read(self, text: str) -> Found:
-        found = read_calls(text, *self._marks())
+        found = super().read(text)
         if self.is_one_at_a_time and len(found) > 1:
             return [ToolCallError("more than one block, write one at a time")]
         return found
 
-    def beside(self, text: str) -> str:
-        return beside_calls(text, *self._marks())
-
-    def _marks(self) -> tuple[re.Pattern[str], ReadOne]:
-        by_mark = {fence.open.strip(): fence for fence in self.fences}
-        longest_first = sorted(by_mark, key=len, reverse=True)
-        pattern = marks("|".join(map(re.escape, longest_first)))
-        return pattern, lambda text, mark: _read_one(text, mark, by_mark)
+    def read_one(self, text: str, mark: re.Match[str]) -> tuple[Found, int]:
+        fence = self._by_mark[mark.group()]
+        close = fence.close.strip()
+        end = text.find(close, mark.end())
+        if end < 0:
+            return [ToolCallError(f"the block is not closed with {close}")], len(text)
+        code = text[mark.end() : end]
+        if not code.strip():
+            return [ToolCallError("the code block is empty")], end + len(close)
+        return [ToolCall(fence.tool, {fence.argument: code.strip("\n")})], end + len(close)
 
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a call that no fence can hold."""
@@ -98,15 +110,3 @@ class FencedParser:
         if self.role == "user":
             texts = ["\n\n".join(texts)]
         return [{"role": self.role, "content": text} for text in texts]
-
-
-def _read_one(text: str, mark: re.Match[str], by_mark: dict[str, Fence]) -> tuple[Found, int]:
-    fence = by_mark[mark.group()]
-    close = fence.close.strip()
-    end = text.find(close, mark.end())
-    if end < 0:
-        return [ToolCallError(f"the block is not closed with {close}")], len(text)
-    code = text[mark.end() : end]
-    if not code.strip():
-        return [ToolCallError("the code block is empty")], end + len(close)
-    return [ToolCall(fence.tool, {fence.argument: code.strip("\n")})], end + len(close)

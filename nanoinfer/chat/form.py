@@ -1,31 +1,36 @@
 """`ChatForm`: a client's messages in the form that the model's chat template reads, and back.
 
 Tools are listed by the template where it can, else described in the system message; calls and
-results are written as the model writes them (nanoinfer/chat/). A reply is split into reasoning,
-text and calls; one whose calls cannot all be read is text as the model wrote it, so nothing is
-lost. Left out: images.
+results are written as the model writes them, and so is reasoning that a client sends back. A reply
+is split into reasoning, text and calls (reply.py).
+Trainer, recording endpoint and server make their prompts of this, so that a model is served in the
+context in which it was trained. Left out: images.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
-from nanoinfer.chat.call_ids import SPEAKERS
+from nanoinfer.chat.base import Parser, ToolCall
+from nanoinfer.chat.call_ids import SPEAKERS, ids_of, next_ids, short_id
 from nanoinfer.chat.choose import client_tool_chat
+from nanoinfer.chat.harmony import HarmonyParser
+from nanoinfer.chat.named import MistralParser
+from nanoinfer.chat.reading import written_arguments
+from nanoinfer.chat.reply import ReplyReader, mark_tokens, spoken_ids
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanoinfer.params import Output
-from nanoinfer.server.tool_calls import OPEN, parse_call
+from nanoinfer.server.tool_calls import parse_call
+from nanoinfer.text import TextStream
 
-_REASONING = re.compile(r"\s*<think>(.*?)(?:</think>\s*|$)", re.DOTALL)
-_CLOSED = "</think>"  # alone where the prompt opened it
+MAX_FORMS = 32  # lists of tools that are kept
+REASONING_KEYS = ("reasoning_content", "thinking")
+"""Under which templates look for what an assistant thought; a client's is under the first."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,29 @@ class ChatForm:
     """For the system message; empty where the template lists the tools."""
     schemas: list[Json] | None
     """For the template, where it lists them."""
+    writes_calls: bool = False
+    """The template writes calls, as one that lists tools does; else they are text of the turn."""
+    is_single: bool = False
+    """It writes one a turn: several of one turn are text."""
+    reasoning_key: str | None = "reasoning_content"
+    """Of a message, under which the template looks for reasoning; None: it is text of the turn."""
+    marks: Mapping[int, str] = field(default_factory=dict)
+    """Control tokens that a turn is read by (`mark_tokens`)."""
 
     @classmethod
     def of(cls, tokenizer: ChatTokenizer, tools: Sequence[Json]) -> ChatForm:
         """The form of the model of `tokenizer`."""
         chat = client_tool_chat(tokenizer, tools)
-        if not tools:
-            return cls(chat.parser, "", None)
-        return cls(chat.parser, chat.description, chat.schemas)
+        form = cls(
+            chat.parser,
+            chat.description,
+            chat.schemas,
+            writes_calls=chat.writes_calls,
+            is_single=chat.is_single,
+            reasoning_key=_reasoning_key(tokenizer),
+            marks=mark_tokens(tokenizer, has_tools=bool(tools)),
+        )
+        return form if tools else replace(form, description="", schemas=None)
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
         """A whole conversation for the template."""
@@ -60,6 +80,10 @@ class ChatForm:
     def written(self, messages: Sequence[Message]) -> list[Message]:
         """Messages for the template: results of one turn's calls as the model's parser brings them,
         and calls as text where the template does not know the tools."""
+        if isinstance(self.parser, MistralParser):
+            messages = [_with_short_ids(message) for message in messages]
+        if isinstance(self.parser, HarmonyParser):
+            messages = _one_call_a_turn(messages)
         written: list[Message] = []
         results: list[Message] = []
         for message in messages:
@@ -81,52 +105,164 @@ class ChatForm:
 
     def _spoken(self, message: Message) -> Message:
         role = "system" if message["role"] == "developer" else message["role"]
-        calls = message.get("tool_calls")
-        if not calls or self.schemas is not None:
-            return {**message, "role": role}
+        said = self._with_reasoning({**message, "role": role})
+        calls = [_with_arguments(call) for call in said.get("tool_calls") or ()]
+        if not calls:
+            return said
+        is_known = self.writes_calls or self.schemas is not None
+        if is_known and not (self.is_single and len(calls) > 1):
+            return {**said, "tool_calls": calls}
         written = [self.parser.write(_as_call(call)) for call in calls]
-        content = "\n".join(part for part in (message["content"], *written) if part)
-        return {"role": role, "content": content}
+        content = "\n".join(part for part in (said["content"], *written) if part)
+        return {key: value for key, value in said.items() if key != "tool_calls"} | {
+            "content": content
+        }
 
-    def reply(self, text: str, output: Output, call: ApiCall, stop_text: str | None) -> ApiReply:
-        """A reply from the text of the sampled tokens, without the one that ended the turn."""
-        reasoning, said = _without_reasoning(text)
-        uses: tuple[ApiToolCall, ...] = ()
-        if call.has_bare_calls:
-            only = parse_call(said)
-            if only is not None and only.name in _names(call.tools):
-                uses, said = (_use(only.name, only.arguments),), ""
-        elif call.tools:
-            found = self.parser.read(said)
-            if found and not any(isinstance(one, ToolCallError) for one in found):
-                uses = tuple(_written(one) for one in found if isinstance(one, ToolCall))
-                said = said.partition(OPEN)[0].rstrip() if OPEN in said else ""
-        return ApiReply(
-            text=said, reasoning=reasoning, calls=uses, output=output, stop_text=stop_text
+    def _with_reasoning(self, message: Message) -> Message:
+        thought = message.get(REASONING_KEYS[0])
+        if not thought or self.reasoning_key == REASONING_KEYS[0]:
+            return message
+        rest = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}
+        if self.reasoning_key is not None:
+            return {**rest, self.reasoning_key: thought}
+        is_mistral = isinstance(self.parser, MistralParser)
+        opening, closing = (
+            ("[THINK]", "[/THINK]") if is_mistral else ("<think>\n", "\n</think>\n\n")
+        )
+        return {**rest, "content": f"{opening}{thought}{closing}{message['content'] or ''}"}
+
+    def reader(self, *, has_tools: bool, opened: str = "") -> ReplyReader:
+        """Of the turns that answer a request which offers tools, or none."""
+        return ReplyReader(
+            self.parser if has_tools else None, opened, tuple(sorted(self.marks.values()))
         )
 
+    def reply(
+        self, text: str, output: Output, call: ApiCall, stop_text: str | None, opened: str = ""
+    ) -> ApiReply:
+        """A reply from the text of the sampled tokens, without the one that ended the turn.
+        `opened` is the mark of reasoning that the prompt ends with (`opened_reasoning`)."""
+        is_cut = output.finish_reason != "stop"
+        has_tools = bool(call.tools) and not call.has_bare_calls
+        if call.has_bare_calls or call.grammar is not None:
+            opened = ""  # the schema rules the turn from its first token on
+        read = self.reader(has_tools=has_tools, opened=opened).read(text, is_cut=is_cut)
+        said, calls = read.content, read.calls
+        uses = tuple(
+            ApiToolCall(id=name, name=one.name, arguments=written_arguments(one))
+            for name, one in zip(ids_of(calls, call.messages), calls, strict=True)
+        )
+        if call.has_bare_calls and not is_cut:
+            only = parse_call(said)
+            if only is not None and only.name in _names(call.tools):
+                (name,) = next_ids(call.messages, 1)
+                uses = (ApiToolCall(id=name, name=only.name, arguments=only.arguments),)
+                said = ""
+        return ApiReply(
+            text=said, reasoning=read.reasoning, calls=uses, output=output, stop_text=stop_text
+        )
 
-def _without_reasoning(text: str) -> tuple[str, str]:
-    match = _REASONING.match(text)
-    if match is not None:
-        return match[1].strip(), text[match.end() :]
-    before, closed, after = text.partition(_CLOSED)
-    return (before.strip(), after.lstrip()) if closed else ("", text)
+    def spoken(
+        self, tokenizer: ChatTokenizer, ids: Sequence[int], stop: Sequence[str]
+    ) -> tuple[str, str | None]:
+        """The text of sampled tokens, which `reply` reads, and the stop text that ended it."""
+        said = spoken_ids(tokenizer, ids, self.marks)
+        text = _as_streamed(tokenizer, said) if self.marks else tokenizer.decode(said)
+        places = [(text.find(one), one) for one in stop if one in text]
+        if not places:
+            return text, None
+        place, found = min(places)
+        return text[:place], found
+
+
+class ChatForms:
+    """The forms of one model, by the tools that are offered; an agent has one or two lists."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, ChatForm] = {}
+
+    def of(self, tools: Sequence[Json]) -> ChatForm:
+        key = json.dumps(tools, sort_keys=True)
+        form = self._known.get(key)
+        if form is None:
+            form = ChatForm.of(self._tokenizer, tools)
+            while len(self._known) >= MAX_FORMS:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = form
+        return form
+
+
+def _as_streamed(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    """The text as a stream of it is: broken characters are told from it token by token."""
+    stream = TextStream(tokenizer, skip_special=False)
+    for token in ids:
+        stream.push(token)
+    stream.finish()
+    return stream.text
+
+
+def _reasoning_key(tokenizer: ChatTokenizer) -> str | None:
+    """The key whose value the template prints in an assistant's turn."""
+    for key in REASONING_KEYS:
+        said = {"role": "assistant", "content": "b", key: "qzxw"}
+        asked = {"role": "user", "content": "a"}
+        try:
+            text = tokenizer.render([asked, said], add_generation_prompt=False)
+        except ValueError:
+            continue
+        if "qzxw" in text:
+            return key
+    return None
 
 
 def _names(tools: Sequence[Json]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object where they are left out."""
+    function = call["function"]
+    given = function.get("arguments")
+    is_empty = given is None or (isinstance(given, str) and not given.strip())
+    return {**call, "function": {**function, "arguments": {} if is_empty else given}}
+
+
 def _as_call(call: Mapping[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = function["arguments"]
-    return ToolCall(function["name"], arguments if isinstance(arguments, dict) else {})
+    own = arguments if isinstance(arguments, dict) else {}
+    return ToolCall(function["name"], own, call.get("id") or "")
 
 
-def _written(call: ToolCall) -> ApiToolCall:
-    return _use(call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
+def _with_short_ids(message: Message) -> Message:
+    short = dict(message)
+    if message.get("tool_call_id"):
+        short["tool_call_id"] = short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        short["tool_calls"] = [
+            {**call, "id": short_id(call.get("id") or "")} for call in message["tool_calls"]
+        ]
+    return short
 
 
-def _use(name: str, arguments: str) -> ApiToolCall:
-    return ApiToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=arguments)
+def _one_call_a_turn(messages: Sequence[Message]) -> list[Message]:
+    """Several calls of one turn as a turn each, with its result behind it: Harmony's turns end with
+    a call, and templates print the first one alone."""
+    turns: list[Message] = []
+    results = {one["tool_call_id"]: one for one in messages if one.get("tool_call_id")}
+    moved: set[str] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message.get("tool_call_id") in moved:
+            continue
+        if len(calls) < 2:
+            turns.append(message)
+            continue
+        for place, call in enumerate(calls):
+            said = message if place == 0 else {"role": "assistant", "content": ""}
+            turns.append({**said, "tool_calls": [call]})
+            if call["id"] in results:
+                turns.append(results[call["id"]])
+                moved.add(call["id"])
+    return turns

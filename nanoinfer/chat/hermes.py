@@ -4,54 +4,67 @@
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-A list of such objects in one pair of tags is read too (SmolLM2 writes it so), and a last call that
-the model did not close. nanoinfer/server/tool_calls.py reads the same form for a server's clients,
-to whom a malformed call is content.
+Read too are a list of such objects in one pair of tags (SmolLM2 writes it so), several of them, a
+code fence around them, and a last call that the model did not close.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from nanoengine.model.chat_template import Message
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 from nanoinfer.chat.reading import (
     Found,
-    beside_calls,
+    Marks,
+    WalkingParser,
     call_of,
     list_tools,
-    marks,
-    read_calls,
     read_json,
-    results_as,
+    written_json,
 )
-from nanoinfer.server.tool_calls import CLOSE, OPEN
 
-MARKS = marks(re.escape(OPEN))
-END = re.compile(rf"\s*(?:{re.escape(CLOSE)}|(?={re.escape(OPEN)})|\Z)")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MARKS = Marks.of(re.escape(OPEN), OPEN)
+FENCE = re.compile(r"\s*```[a-z]*\s*")
+END = re.compile(rf"\s*(?:```\s*)?(?:{re.escape(CLOSE)}|(?={re.escape(OPEN)})|\Z)")
+NEXT = re.compile(r"\s*[,;]?\s*(?=\{)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HermesParser:
+class HermesParser(WalkingParser):
     """The parser; results come back as messages of `role`."""
 
     name: ClassVar[str] = "hermes"
     role: str = "tool"
 
-    def read(self, text: str) -> Found:
-        return read_calls(text, MARKS, _read_one)
+    @property
+    def marks(self) -> Marks:
+        return MARKS
 
-    def beside(self, text: str) -> str:
-        return beside_calls(text, MARKS, _read_one)
+    def read_one(self, text: str, mark: re.Match[str]) -> tuple[Found, int]:
+        fence = FENCE.match(text, mark.end())
+        place = mark.end() if fence is None else fence.end()
+        found: Found = []
+        while True:
+            try:
+                value, place = read_json(text, place)
+            except ToolCallError as error:
+                return [*found, error], place
+            found += _calls_of(value)
+            close = END.match(text, place)
+            if close is not None:
+                return found, close.end()
+            following = NEXT.match(text, place)
+            if following is None:
+                error = ToolCallError(f"the call must end with {CLOSE} after the JSON object")
+                return [error], place
+            place = following.end()
 
     def write(self, call: ToolCall) -> str:
-        name = json.dumps(call.name, ensure_ascii=False)
-        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-        return f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}'
+        return f"{OPEN}\n{written_json(call)}\n{CLOSE}"
 
     def describe(self, tools: Sequence[Described]) -> str:
         """The words of Qwen's chat template."""
@@ -64,17 +77,6 @@ class HermesParser:
             f'"arguments": <args-json-object>}}\n{CLOSE}'
         )
 
-    def observation(self, results: Sequence[str]) -> list[Message]:
-        return list(results_as(self.role, results))
 
-
-def _read_one(text: str, mark: re.Match[str]) -> tuple[Found, int]:
-    try:
-        value, end = read_json(text, mark.end())
-    except ToolCallError as error:
-        return [error], mark.end()
-    close = END.match(text, end)
-    if close is None:
-        return [ToolCallError(f"the call must end with {CLOSE} after the JSON object")], end
-    calls = value if isinstance(value, list) and value else [value]
-    return [call_of(call) for call in calls], close.end()
+def _calls_of(value: Any) -> Found:
+    return [call_of(one) for one in (value if isinstance(value, list) and value else [value])]

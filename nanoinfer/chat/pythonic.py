@@ -16,20 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nanoengine.model.chat_template import Message
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    MAX_DEPTH,
-    Found,
-    beside_calls,
-    checked_call,
-    marks,
-    read_calls,
-    results_as,
-)
+from nanoinfer.chat.reading import MAX_DEPTH, Found, Marks, WalkingParser, checked_call
 from nanoinfer.chat.signatures import signature
 
-MARKS = marks(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
+MARKS = Marks.of(
+    r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()",
+    begun=r"^[ \t]*(?:\[\s*(?:[A-Za-z_][\w.]*\s*)?)?",
+)
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
 PIECES = re.compile(
     r'"""(?:[^\\]|\\.)*?"""|'
@@ -44,17 +38,23 @@ WORDS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PythonicParser:
+class PythonicParser(WalkingParser):
     """The parser; results come back as messages of `role`."""
 
     name: ClassVar[str] = "pythonic"
     role: str = "ipython"
 
-    def read(self, text: str) -> Found:
-        return read_calls(text, MARKS, _read_one)
+    @property
+    def marks(self) -> Marks:
+        return MARKS
 
-    def beside(self, text: str) -> str:
-        return beside_calls(text, MARKS, _read_one)
+    def read_one(self, text: str, mark: re.Match[str]) -> tuple[Found, int]:
+        start = mark.end()
+        try:
+            end = _end_of_list(text, start)
+            return [_call_of(node) for node in _nodes(text[start:end])], end
+        except ToolCallError as error:
+            return [error], start + 1
 
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a name that Python could not call."""
@@ -71,23 +71,11 @@ class PythonicParser:
             + "\n".join(signature(tool.schema) for tool in tools)
         )
 
-    def observation(self, results: Sequence[str]) -> list[Message]:
-        return list(results_as(self.role, results))
-
 
 def _written(name: str, value: Any) -> str:
     if name.isidentifier() and name.isascii() and not keyword.iskeyword(name):
         return f"{name}={value!r}"
     return f"**{{{name!r}: {value!r}}}"
-
-
-def _read_one(text: str, mark: re.Match[str]) -> tuple[Found, int]:
-    start = mark.end()
-    try:
-        end = _end_of_list(text, start)
-        return [_call_of(node) for node in _nodes(text[start:end])], end
-    except ToolCallError as error:
-        return [error], start + 1
 
 
 def _end_of_list(text: str, start: int) -> int:

@@ -21,7 +21,7 @@ from nanoinfer.dialects.exchange import (
 )
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
-from nanoinfer.server.responses import chat_logprobs
+from nanoinfer.server.responses import chat_logprobs, reasoning_json
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
@@ -83,7 +83,7 @@ class ChatDialect:
         for index, reply in enumerate(answer.replies):
             yield chunk(index, {"role": "assistant", "content": ""})
             if reply.reasoning:
-                yield chunk(index, {"reasoning_content": reply.reasoning})
+                yield chunk(index, reasoning_json(reply.reasoning))
             if reply.text:
                 yield chunk(index, {"content": reply.text})
             calls = [{"index": i} | _call(use) for i, use in enumerate(reply.calls)]
@@ -102,7 +102,7 @@ class ChatDialect:
     def _choice(self, call: ApiCall, index: int, reply: ApiReply) -> Json:
         message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+            message |= reasoning_json(reply.reasoning)
         if reply.calls:
             message["content"] = reply.text or None
             message["tool_calls"] = [_call(use) for use in reply.calls]
@@ -135,9 +135,9 @@ def _call(use: ApiToolCall) -> Json:
 
 
 def _reason(reply: ApiReply) -> str:
-    if reply.calls:
-        return "tool_calls"
-    return "length" if reply.is_cut else "stop"
+    if reply.is_cut:
+        return "length"
+    return "tool_calls" if reply.calls else "stop"
 
 
 def _usage(answer: ApiAnswer) -> Json:

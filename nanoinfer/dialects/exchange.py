@@ -28,7 +28,8 @@ class ApiCall:
     messages: list[Message]
     """As chat templates read them: `content` is a text; an assistant's `tool_calls` are
     `{"id", "type": "function", "function": {"name", "arguments": {...}}}`; a result of one is of
-    role "tool" with a `tool_call_id`. Reasoning that a client sends back is left out."""
+    role "tool" with a `tool_call_id`. Reasoning that comes back is an assistant's
+    `reasoning_content`."""
     tools: list[Json] = field(default_factory=list)
     """Those offered, as `{"type": "function", "function": {"name", "description", "parameters"}}`.
     """
@@ -95,12 +96,14 @@ class ApiReply:
 
 def message_of(reply: ApiReply) -> Message:
     """The message that a reply is in a conversation: `ApiCall.messages` has it later."""
-    return assistant_message(reply.text, reply.calls)
+    return assistant_message(reply.text, reply.calls, reply.reasoning)
 
 
-def assistant_message(text: str, calls: Sequence[ApiToolCall]) -> Message:
+def assistant_message(text: str, calls: Sequence[ApiToolCall], reasoning: str = "") -> Message:
     """What an assistant said, as chat templates read it."""
     message: Json = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
             {

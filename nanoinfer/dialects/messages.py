@@ -3,7 +3,7 @@
 A turn is a list of blocks. Results of tools, which Anthropic puts into a user's turn, become
 messages of role "tool" in their places; one with `is_error` begins with "Error: ". Texts side by
 side are joined as they are. Thinking is shown to clients that ask for it (`thinking`), signed with
-the answer's id, and left out where it comes back.
+the answer's id; where it comes back the model reads it as its template shows it.
 Left out: images, documents and citations; tools that Anthropic runs or defines; threads; answers
 that go on from a half-written one (prefill); log-probs, which this API does not have.
 """
@@ -93,8 +93,9 @@ class ToolUseBlock(StrictBody):
 
 
 class ThinkingBlock(StrictBody):
-    ignored = frozenset({"data", "signature", "thinking"})
+    ignored = frozenset({"data", "signature"})
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
@@ -124,7 +125,8 @@ class AssistantTurn(StrictBody):
     def messages(self) -> list[Message]:
         text = _joined([block for block in self.content if isinstance(block, TextBlock)])
         calls = [block.use() for block in self.content if isinstance(block, ToolUseBlock)]
-        return [assistant_message(text, calls)]
+        thoughts = [one.thinking for one in self.content if isinstance(one, ThinkingBlock)]
+        return [assistant_message(text, calls, "\n".join(filter(None, thoughts)))]
 
 
 class SystemTurn(StrictBody):
@@ -338,11 +340,11 @@ def _unfolded(block: Json) -> tuple[Json, list[Json]]:
 
 
 def _stop_reason(reply: ApiReply) -> str:
+    if reply.is_cut:
+        return "max_tokens"
     if reply.calls:
         return "tool_use"
-    if reply.stop_text is not None:
-        return "stop_sequence"
-    return "max_tokens" if reply.is_cut else "end_turn"
+    return "end_turn" if reply.stop_text is None else "stop_sequence"
 
 
 def _usage(answer: ApiAnswer, num_sampled: int) -> Json:

@@ -1,7 +1,7 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
 A conversation is a list of items. What the assistant says in a message and the calls behind it are
-one turn; reasoning that comes back is left out. `previous_response_id` goes on from an answer of
+one turn, and so is the reasoning in front of it. `previous_response_id` goes on from an answer of
 the same episode, and `instructions` hold for one call, as in OpenAI's API.
 Log-probs are those of all tokens of a turn, its reasoning and calls included.
 Left out: images, audio and files; tools that OpenAI runs or defines; free-form tools; conversations
@@ -88,9 +88,19 @@ class FunctionOutputItem(StrictBody):
     output: ItemTexts
 
 
+class ReasoningText(StrictBody):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class ReasoningItem(StrictBody):
-    ignored = frozenset({"content", "encrypted_content", "id", "status", "summary"})
+    ignored = frozenset({"encrypted_content", "id", "status", "summary"})
     type: Literal["reasoning"]
+    content: list[ReasoningText] = Field(default_factory=list)
+
+
+TurnItem = MessageItem | FunctionCallItem | ReasoningItem
+"""What a turn of the assistant is made of."""
 
 
 def _kind(item: Any) -> str | None:
@@ -208,34 +218,44 @@ class ResponseRequest(StrictBody):
 
 
 def _messages(items: list[Item]) -> list[Message]:
-    """A turn of the assistant is a message and the calls right behind it, or calls alone."""
+    """A turn of the assistant is its reasoning, a message and the calls right behind it, each of
+    which may be missing."""
     messages: list[Message] = []
-    turn: list[MessageItem | FunctionCallItem] = []
+    turn: list[TurnItem] = []
     for item in (*items, None):
-        if isinstance(item, FunctionCallItem):
-            turn.append(item)
+        is_thought = all(isinstance(one, ReasoningItem) for one in turn)
+        if isinstance(item, FunctionCallItem) or (is_thought and _is_assistants(item)):
+            turn.append(item)  # type: ignore[arg-type]
             continue
-        if turn:
+        if not is_thought:
             messages.append(_said(turn))
-            turn = []
+        turn = []
         if isinstance(item, FunctionOutputItem):
             content = _joined(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-        elif isinstance(item, MessageItem) and item.role == "assistant":
-            turn.append(item)
+        elif _is_assistants(item):
+            turn.append(item)  # type: ignore[arg-type]
         elif isinstance(item, MessageItem):
             messages.append({"role": item.role, "content": _joined(item.content)})
     return messages
 
 
-def _said(turn: list[MessageItem | FunctionCallItem]) -> Message:
+def _is_assistants(item: Item | None) -> bool:
+    is_said = isinstance(item, MessageItem) and item.role == "assistant"
+    return is_said or isinstance(item, ReasoningItem)
+
+
+def _said(turn: list[TurnItem]) -> Message:
     text = "".join(_joined(item.content) for item in turn if isinstance(item, MessageItem))
     uses = [
         ApiToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
         for item in turn
         if isinstance(item, FunctionCallItem)
     ]
-    return assistant_message(text, uses)
+    thoughts = [
+        part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content
+    ]
+    return assistant_message(text, uses, "\n".join(thoughts))
 
 
 def _joined(parts: list[ItemText]) -> str:
@@ -275,7 +295,7 @@ class ResponsesDialect:
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         (reply,) = answer.replies
-        is_cut = reply.is_cut and not reply.calls
+        is_cut = reply.is_cut
         return _head(call, answer) | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -316,7 +336,7 @@ class ResponsesDialect:
             text = {"type": "output_text", "text": reply.text, "annotations": []}
             part = text | {"logprobs": self._logprobs(call, reply)}
             said = _item("message", f"msg_{answer.id}", role="assistant", content=[part])
-            if reply.is_cut and not reply.calls:
+            if reply.is_cut:
                 said["status"] = "incomplete"
             items.append(said)
         return items + [

@@ -2,9 +2,10 @@
 
 config.py has the options and the limits, app.py the routes: who may call them, and what each does.
 A route reads its body through requests.py, which knows every field and makes `SamplingParams` of
-them, and writes its answer through responses.py; calls of functions, asked for in the one and found
-in the other, are in tool_calls.py. Between the two, completions.py admits a request and runs it on
-the engine, one task for each completion. http_io.py is one request on the wire (body, errors,
+them, and writes its answer through responses.py; a chat's prompt is made, and its turn is read for
+reasoning and calls, by nanoinfer/chat as the trainer does; tool_calls.py has the schema that forces
+a call. Between the two, completions.py admits a request and runs it on the engine, one task for
+each completion. http_io.py is one request on the wire (body, errors,
 events, hang-ups), connection.py one connection (how many there may be, how long each may take), and
 prometheus.py the text of /metrics. page.py and page.html are the page to chat on, and running.py is
 a server from its options to its end.

@@ -41,6 +41,7 @@ from kernels.checksum import checksum
 from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.chat.form import ChatForms
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
@@ -168,6 +169,7 @@ class HttpApp:
         self.metrics = HttpMetrics()
         self._completions = Completions(client, limits, self.metrics)
         self._tokenizer = tokenizer
+        self._forms = ChatForms(tokenizer)
         self._bound = PromptBound(tokenizer, client.engine.room(0), most_at_once=2)
         self._model_name = model_name
         self._limits = limits
@@ -260,18 +262,20 @@ class HttpApp:
         body: ChatCompletion = await self._read(request, ChatCompletion)
         head = self._head("chatcmpl", "chat.completion", body)
         messages = [message.for_template() for message in body.messages]
-        tools = body.tool_specs() or None
+        tools = body.tool_specs()
+        form = self._forms.of(tools)
         with _user_errors():
             ids = await self._bound.encoded(
                 [messages, tools],
                 lambda: self._tokenizer.encode_chat(
-                    messages, add_generation_prompt=True, tools=tools
+                    form.opening(messages), add_generation_prompt=True, tools=form.schemas
                 ),
             )
             jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
         if body.return_token_ids:
             head["prompt_token_ids"] = ids
-        return await self._answer(request, body, jobs, head, ChatFormat(self._tokenizer, body))
+        written = ChatFormat(self._tokenizer, body, form, messages, ids)
+        return await self._answer(request, body, jobs, head, written)
 
     async def complete(self, request: Request) -> Response:
         body: Completion = await self._read(request, Completion)

@@ -189,12 +189,15 @@ class Call(StrictBody):
 class ChatMessage(StrictBody):
     """One message of a conversation; an earlier answer may be sent back as it was."""
 
-    ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
+    ignored = frozenset({"annotations", "audio", "function_call", "refusal"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's new name of the same."""
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: text in one piece, arguments as objects."""
@@ -205,6 +208,8 @@ class ChatMessage(StrictBody):
         for key in ("name", "tool_call_id"):
             if getattr(self, key) is not None:
                 message[key] = getattr(self, key)
+        if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = thought
         if self.tool_calls:
             message["tool_calls"] = [_called(call) for call in self.tool_calls]
         return message

@@ -7,17 +7,23 @@ Log-probs are the engine's `logps`: of the tempered distribution, before penalti
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.call_ids import ids_of, next_ids
+from nanoinfer.chat.reply import Reply, ReplyReader, ReplyStream, opened_reasoning, spoken_ids
 from nanoinfer.params import Output
 from nanoinfer.server.requests import ChatCompletion, Completion
 from nanoinfer.server.token_text import TextOffsets, token_bytes, token_names
-from nanoinfer.server.tool_calls import FunctionCall, parse_call, safe_length, split_calls
+from nanoinfer.server.tool_calls import FunctionCall, function_call, parse_call
 from nanoinfer.streams import StreamChunk
+from nanoinfer.text import TextStream
+
+if TYPE_CHECKING:  # it imports the dialects, which write with this module
+    from nanoinfer.chat.form import ChatForm
 
 Json = dict[str, Any]
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -108,42 +114,75 @@ def prompt_logprobs(ids: Sequence[int], output: Output) -> list[Json | None] | N
     return [None, *({str(token): {"logprob": logp}} for token, logp in pairs)]
 
 
-def call_json(call: FunctionCall) -> Json:
+def reasoning_json(text: str) -> Json:
+    """What a turn thought, under the name that clients know and the one that vLLM gave it since."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def call_json(call: FunctionCall, name: str) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": name, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Says if a completion may hold calls of functions, or is nothing but one."""
+    """What a completion may hold: reasoning, text and calls, or nothing but one forced call."""
 
-    is_offered: bool = False
-    is_forced: bool = False
+    reader: ReplyReader
+    is_forced: bool
+    history: Sequence[Message]
+    """The conversation so far: ids of calls are new in it."""
 
-    def split(self, text: str) -> tuple[str, list[FunctionCall]]:
+    def read(self, text: str, *, is_cut: bool) -> tuple[Reply, list[Json]]:
         if self.is_forced:
-            call = parse_call(text)
-            return ("", [call]) if call is not None else (text, [])
-        return split_calls(text) if self.is_offered else (text, [])
+            call = None if is_cut else parse_call(text)
+            said = Reply(content=text if call is None else "")
+            calls = [] if call is None else [call_json(call, *next_ids(self.history, 1))]
+            return said, calls
+        reply = self.reader.read(text, is_cut=is_cut)
+        return reply, self.calls_of(reply)
+
+    def calls_of(self, reply: Reply) -> list[Json]:
+        ids = ids_of(reply.calls, self.history)
+        pairs = zip(reply.calls, ids, strict=True)
+        return [call_json(function_call(call), name) for call, name in pairs]
 
 
 class ChatFormat:
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions to a prompt that `form` made."""
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: ChatTokenizer, body: ChatCompletion) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        body: ChatCompletion,
+        form: ChatForm,
+        messages: Sequence[Message],
+        prompt: Sequence[int],
+    ) -> None:
         self.tokenizer = tokenizer
         self.has_logprobs = body.num_top is not None
         self.has_ids = body.return_token_ids
-        self.tools = ToolUse(bool(body.tool_specs()), body.is_tool_forced)
+        self.form = form
+        self.stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        # A schema rules the turn from its first token on, whatever the prompt has opened.
+        opened = "" if body.grammar() is not None else opened_reasoning(tokenizer, prompt)
+        has_calls = bool(body.tool_specs()) and not body.is_tool_forced
+        reader = form.reader(has_tools=has_calls, opened=opened)
+        self.tools = ToolUse(reader, body.is_tool_forced, messages)
 
     def choice(self, index: int, _: list[int], output: Output) -> Json:
-        text, calls = self.tools.split(output.text or "")
-        message: Json = {"role": "assistant", "content": text}
+        text = output.text or ""
+        if self.form.marks:  # the engine leaves control tokens out
+            text, _stop = self.form.spoken(self.tokenizer, output.ids, self.stop)
+        reply, calls = self.tools.read(text, is_cut=output.finish_reason != "stop")
+        message: Json = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message |= reasoning_json(reply.reasoning)
         if calls:
-            message["content"] = text or None
-            message["tool_calls"] = [call_json(call) for call in calls]
+            message["content"] = reply.content or None
+            message["tool_calls"] = calls
         logprobs = None
         if self.has_logprobs:
             logprobs = chat_logprobs(self.tokenizer, output.ids, output.logps, output.top_logps)
@@ -163,22 +202,24 @@ class ChatDeltas:
 
     def __init__(self, form: ChatFormat, index: int) -> None:
         self._form, self._index = form, index
-        self._text = ""
-        self._num_shown = 0
+        self._reply = ReplyStream(form.tools.reader)
+        self._forced = ""
+        marks = form.form.marks
+        self._spoken = TextStream(form.tokenizer, form.stop, skip_special=False) if marks else None
+        self._num_spoken = 0
         delta = {"role": "assistant", "content": ""}
         self.first: Json | None = {"index": index, "delta": delta, "finish_reason": None}
 
     def push(self, chunk: StreamChunk) -> Json | None:
         """A choice to send; None if the chunk shows nothing new."""
-        self._text += chunk.text
+        reply, calls = self._read(chunk)
+        delta: Json = {"content": reply.content} if reply.content else {}
+        if reply.reasoning:
+            delta |= reasoning_json(reply.reasoning)
+        if calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         reason: str | None = None
-        if chunk.output is None:
-            delta = self._content(self._text, self._safe())
-        else:
-            text, calls = self._form.tools.split(chunk.output.text or "")
-            delta = self._content(text, len(text))
-            if calls:
-                delta["tool_calls"] = [{"index": i} | call_json(c) for i, c in enumerate(calls)]
+        if chunk.output is not None:
             reason = "tool_calls" if calls else chunk.output.finish_reason
         logprobs = None
         if self._form.has_logprobs:
@@ -193,15 +234,30 @@ class ChatDeltas:
             "finish_reason": reason,
         } | ids
 
-    def _safe(self) -> int:
-        if self._form.tools.is_forced:
-            return 0
-        return safe_length(self._text) if self._form.tools.is_offered else len(self._text)
+    def _read(self, chunk: StreamChunk) -> tuple[Reply, list[Json]]:
+        tools, piece = self._form.tools, self._piece(chunk)
+        is_cut = chunk.output is not None and chunk.output.finish_reason != "stop"
+        if tools.is_forced:
+            self._forced += piece
+            return tools.read(self._forced, is_cut=is_cut) if chunk.output else (Reply(), [])
+        new = self._reply.push(piece)
+        if chunk.output is None:
+            return new, []
+        rest = self._reply.finish(is_cut=is_cut)
+        whole = Reply(reasoning=new.reasoning + rest.reasoning, content=new.content + rest.content)
+        return whole, tools.calls_of(rest)
 
-    def _content(self, text: str, end: int) -> Json:
-        new = text[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        return {"content": new} if new else {}
+    def _piece(self, chunk: StreamChunk) -> str:
+        """The text of a chunk, with the control tokens by which a turn is read."""
+        if self._spoken is None:
+            return chunk.text
+        for token in spoken_ids(self._form.tokenizer, chunk.ids, self._form.form.marks):
+            self._spoken.push(token)
+        if chunk.output is not None:
+            self._spoken.finish()
+        text = self._spoken.settled() if chunk.output is None else self._spoken.text
+        piece, self._num_spoken = text[self._num_spoken :], max(self._num_spoken, len(text))
+        return piece
 
 
 class TextFormat:

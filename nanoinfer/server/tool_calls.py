@@ -1,8 +1,7 @@
-"""Calls of functions in a completion: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-as Hermes and Qwen write them; and the schema that forces one.
+"""Calls of functions in the bodies of HTTP answers, and the schema that forces one.
 
-Text before the first call is content. A call that is not such JSON stays content as it was
-written: what the model said is never lost. Left out: other models' formats.
+A completion is read by the model's parser, as the trainer reads it (nanoinfer/chat/reply.py).
+`split_calls` reads Hermes' form where no model is at hand.
 """
 
 from __future__ import annotations
@@ -12,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+from nanoinfer.chat.base import ToolCall, ToolCallError
+from nanoinfer.chat.hermes import HermesParser
+from nanoinfer.chat.reading import REASONING, call_of, read_json, written_arguments
+from nanoinfer.chat.reply import ReplyReader
+
 # As templates write calls. With free blanks a model that is unsure of the next key writes blanks to
 # the end of its turn. Read by llguidance.
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -26,39 +29,25 @@ class FunctionCall:
 
 def split_calls(text: str) -> tuple[str, list[FunctionCall]]:
     """Content and calls of a whole completion; no calls if any of them is malformed."""
-    content, *parts = text.split(OPEN)
-    calls: list[FunctionCall] = []
-    for part in parts:
-        call = parse_call(part.split(CLOSE)[0])
-        if call is None:
-            return text, []
-        calls.append(call)
-    return (content.rstrip() if calls else text), calls
+    opened = next((mark for mark, end in REASONING.items() if end in text and mark not in text), "")
+    reply = ReplyReader(HermesParser(), opened).read(text)
+    return reply.content, [function_call(call) for call in reply.calls]
 
 
 def parse_call(text: str) -> FunctionCall | None:
-    """One JSON object with a name and arguments; None if `text` is not that."""
+    """The call that is all of `text`, as JSON without a frame; None if it is not that."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value, end = read_json(text, 0)
+    except ToolCallError:
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    call = call_of(value)
+    if text[end:].strip() or isinstance(call, ToolCallError):
         return None
-    arguments = value.get("arguments", {})
-    return FunctionCall(
-        value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
-    )
+    return function_call(call)
 
 
-def safe_length(text: str) -> int:
-    """The length of `text` that is content for sure, though the completion goes on."""
-    at = text.find(OPEN)
-    if at >= 0:
-        return at
-    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if OPEN.startswith(text[-size:]):
-            return len(text) - size
-    return len(text)
+def function_call(call: ToolCall) -> FunctionCall:
+    return FunctionCall(call.name, written_arguments(call))
 
 
 def call_schema(

@@ -106,7 +106,7 @@ class _Team:
 
     def calls(self, text: str) -> list[ToolCall | ToolCallError]:
         """The calls of a turn; where the environment's have another form, delegations alone."""
-        found = self.chat.parser.read(visible(text))
+        found = self.chat.parser.read(text)
         return found if self.is_shared_form else [one for one in found if is_delegation(one)]
 
     def opening(self, path: tuple[int, ...], messages: Sequence[Message]) -> Opening:
@@ -151,7 +151,7 @@ class _Team:
             write = self.chat.parser.write
             return "\n".join(write(call) for call in others if isinstance(call, ToolCall))
         theirs = self.env_opening.parser
-        return text if theirs is not None and theirs.read(visible(text)) else ""
+        return text if theirs is not None and theirs.read(text) else ""
 
 
 @dataclass
@@ -209,7 +209,7 @@ async def _play(team: _Team, path: tuple[int, ...], task: str) -> str | None:
         calls = team.calls(text) if may_delegate else []
         if any(is_delegation(call) for call in calls):
             reply, answer = await team.answer(context, text, calls, delegate)
-        elif options.tools and theirs is not None and theirs.read(visible(text)):
+        elif options.tools and theirs is not None and theirs.read(text):
             step, messages = await episode.step_in(context, text)
             reply, answer = (None, step.answer) if step.is_done else (messages, None)
         else:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.reply import TAIL, opened_reasoning
 from nanoinfer.chat.turns import AfterTurn, answered_turn, ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
@@ -137,7 +138,11 @@ class TurnBuilder:
         return ids[:-1] if ids and ids[-1] in self._tokenizer.eos_ids else ids
 
     def action_text(self) -> str:
-        return self._tokenizer.decode(self.action_ids())
+        """The last action, behind the mark of reasoning that its prompt has opened, if it has: what
+        was only thought is told from what was said."""
+        start = self.spans[-1].action_start
+        opened = opened_reasoning(self._tokenizer, self._tokens[max(0, start - TAIL) : start])
+        return opened + self._tokenizer.decode(self.action_ids())
 
     @property
     def is_parseable(self) -> bool:

@@ -27,7 +27,8 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.chat.form import ChatForm
+from nanoinfer.chat.form import ChatForms
+from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
 from nanoinfer.params import Grammar, Output, SamplingParams
@@ -47,7 +48,6 @@ from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
 MAX_STOP_TEXTS = 16  # as OpenAI's API, which allows 4; the engine looks for each in every token
 MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 1000
-MAX_FORMS = 32  # lists of tools that are kept; an agent has one or two
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Recording:
         self._sampling = sampling
         self._said: dict[bytes, _Said] = {}
         self._answers: dict[str, _Said] = {}
-        self._forms: dict[str, ChatForm] = {}
+        self._forms = ChatForms(tokenizer)
         self._bound = PromptBound(tokenizer, limits.max_context_tokens)
         self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
         self._num_calls = 0
@@ -161,15 +161,16 @@ class Recording:
         the client what cannot be."""
         call = self._continued(call)
         ids = await self.prompt_ids(call)
-        form = self._form(call.tools)
+        form = self._forms.of(call.tools)
         params = self._params(call, ids)
         self._check_count(call.n)  # from here on nothing is awaited until they are counted
         self.metrics.update(f"ignored_{field}" for field in call.ignored)
         outputs = await self.sample(ids, params, call.n)
+        opened = opened_reasoning(self.tokenizer, ids)
         replies = []
         for output in outputs:
-            text, stop_text = self._text(output, call.stop)
-            reply = form.reply(text, output, call, stop_text)
+            text, stop_text = form.spoken(self.tokenizer, output.ids, call.stop)
+            reply = form.reply(text, output, call, stop_text, opened)
             replies.append(reply)
             messages = [*call.messages, message_of(reply)]
             node = self.tree.add(ids, output)
@@ -239,7 +240,7 @@ class Recording:
                 "messages",
             )  # fmt: skip
         try:
-            form = self._form(call.tools)
+            form = self._forms.of(call.tools)
             digests = _digests(call.tools, messages)
             for end in range(len(messages) - 1, 0, -1):
                 said = self._said.get(digests[end - 1])
@@ -274,16 +275,6 @@ class Recording:
         place = 1 if call.has_instructions else 0
         own, new = call.messages[:place], call.messages[place:]
         return replace(call, messages=[*own, *said.inherited, *new], continues="")
-
-    def _form(self, tools: Sequence[Json]) -> ChatForm:
-        key = json.dumps(tools, sort_keys=True)
-        form = self._forms.get(key)
-        if form is None:
-            form = ChatForm.of(self.tokenizer, tools)
-            while len(self._forms) >= MAX_FORMS:
-                self._forms.pop(next(iter(self._forms)))
-            self._forms[key] = form
-        return form
 
     def _params(self, call: ApiCall, ids: Sequence[int]) -> SamplingParams:
         try:
@@ -347,18 +338,6 @@ class Recording:
                 return whole
             if params.grammar is not None:  # it would begin again in the middle of a text
                 raise InfrastructureError("an answer with a schema was aborted")
-
-    def _text(self, output: Output, stop: Sequence[str]) -> tuple[str, str | None]:
-        """The text of an answer, and the stop text that ended it."""
-        ids = output.ids
-        if ids and ids[-1] in self.tokenizer.eos_ids:
-            ids = ids[:-1]
-        text = self.tokenizer.decode(ids)
-        places = [(text.find(one), one) for one in stop if one in text]
-        if not places:
-            return text, None
-        place, found = min(places)
-        return text[:place], found
 
 
 def _joined(first: Output, second: Output) -> Output:

@@ -72,11 +72,10 @@ class EnvEpisode:
 
     async def step(self, text: str) -> TimeStep:
         self._outcome = None  # a loop may go on after an end, which then was none
-        text = visible(text)
         calls = self._parser.read(text) if self._parser is not None else []
         if calls:
             return await self._answer_calls(calls)
-        said = await self._ask(self.env.step, text)
+        said = await self._ask(self.env.step, visible(text))
         ended = self.env._take_done()
         if ended is not None and not isinstance(said, Done | TimeStep):
             raise self._not_returned("step")

@@ -95,6 +95,24 @@ def test_a_page_of_this_server_may_call_it_without_a_key_and_no_other_page() -> 
 
 
 @needs_node
+def test_reasoning_that_comes_by_itself_is_shown_and_sent_back() -> None:
+    deltas = [{"reasoning_content": "Two "}, {"reasoning_content": "numbers."}, {"content": "3"}]
+    events = [{"choices": [{"delta": delta}]} for delta in deltas]
+    shown = under_node(
+        "events.map((event) => [takeEvent(answer, event), pieces(wholeOf(answer))][1])",
+        f'const events = {json.dumps(events)}, answer = {{role: "assistant", content: ""}};',
+    )
+    thought = {"kind": "thought", "text": "Two numbers."}
+    assert shown[1:] == [[thought], [thought, {"kind": "text", "text": "3"}]]
+    body = under_node(
+        'requestBody([{role: "assistant", content: "3", reasoning_content: "Hm."}], '
+        '{model: "", system: "", temperature: 0, maxTokens: 1})'
+    )
+    sent = {"role": "assistant", "content": "3", "reasoning_content": "Hm."}
+    assert body["messages"] == [sent]
+
+
+@needs_node
 def test_the_script_reads_a_real_stream_however_it_is_cut() -> None:
     with serve() as served:
         request = under_node(

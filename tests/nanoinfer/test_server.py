@@ -245,17 +245,20 @@ def test_a_conversation_with_tools_and_parts_reaches_the_template(served: Served
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
     status, answer = served.send(
-        "/v1/chat/completions", {"messages": messages, "tools": TOOLS, "max_tokens": 2}
+        "/v1/chat/completions",
+        {"messages": messages, "tools": TOOLS, "max_tokens": 2, "return_token_ids": True},
     )
     assert status == 200, answer
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     shown = [
         {"role": "system", "content": "be b"},
         {"role": "user", "content": "hel"},
-        {"role": "assistant", "content": ""},
-        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": called},
+        # The template knows no role for results, so the user brings them.
+        {"role": "user", "content": "<tool_response>\n2\n</tool_response>"},
     ]
     ids = TOKENIZER.encode_chat(shown, add_generation_prompt=True, tools=TOOLS)
-    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["prompt_token_ids"] == ids
 
 
 def test_generate_takes_ids_and_gives_everything_the_engine_knows(served: Served) -> None:

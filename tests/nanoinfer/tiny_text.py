@@ -16,7 +16,8 @@ VOCAB = 300
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

@@ -9,16 +9,28 @@ from hypothesis import strategies as st
 
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.fenced import BASH_FENCE, PYTHON_FENCE, FencedParser
+from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.chat.hermes import HermesParser
 from nanoinfer.chat.llama import LlamaParser
+from nanoinfer.chat.named import DeepSeekParser, Glm4Parser, MistralParser
 from nanoinfer.chat.pythonic import PythonicParser
 from nanoinfer.chat.reading import MAX_CALLS
+from nanoinfer.chat.tagged import GlmParser, QwenCoderParser
 from nanorl.tools.python import python
 
 HERMES, LLAMA, PYTHONIC = HermesParser(), LlamaParser(), PythonicParser()
 FENCED = FencedParser(fences=(PYTHON_FENCE, BASH_FENCE))
 GENERAL = (HERMES, LLAMA, PYTHONIC)
-ALL = (*GENERAL, FENCED)
+NAMED = (
+    MistralParser(),
+    MistralParser(name="mistral_v11", is_list=False),
+    MistralParser(name="mistral_v13", is_list=False, has_ids=False),
+    DeepSeekParser(),
+    DeepSeekParser(name="deepseek_v3", is_fenced=True),
+)
+HARMONY, GLM4 = HarmonyParser(), Glm4Parser()
+TAGGED = (QwenCoderParser(), GlmParser())
+ALL = (*GENERAL, FENCED, *NAMED, HARMONY, GLM4, *TAGGED)
 ADD = ToolCall("add", {"a": 1, "b": 2})
 
 
@@ -58,7 +70,7 @@ FENCED_CALLS = st.one_of(
 AROUND = st.sampled_from(["", "Let me see.\n", "<think>\nI could <tool_call> it\n</think>\n\n"])
 
 
-@pytest.mark.parametrize("parser", ALL, ids=by_name)
+@pytest.mark.parametrize("parser", (*GENERAL, FENCED, *NAMED), ids=by_name)
 def test_read_undoes_write_for_several_calls_and_text_around_them(parser: Parser) -> None:
     one = FENCED_CALLS if parser is FENCED else CALLS
 
@@ -69,6 +81,75 @@ def test_read_undoes_write_for_several_calls_and_text_around_them(parser: Parser
         assert parser.read(text) == calls
 
     holds()
+
+
+@pytest.mark.parametrize("parser", (HARMONY, GLM4), ids=by_name)
+def test_read_undoes_write_of_the_one_call_with_which_a_turn_ends(parser: Parser) -> None:
+    @settings(max_examples=80, deadline=None, database=None)
+    @given(call=CALLS)
+    def holds(call: ToolCall) -> None:
+        if parser is HARMONY and any(token in parser.write(call)[30:-8] for token in CHANNELS):
+            return  # its own control tokens, which text cannot spell
+        assert parser.read(parser.write(call)) == [call]
+
+    holds()
+
+
+CHANNELS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+
+
+@pytest.mark.parametrize("make", (QwenCoderParser, GlmParser))
+def test_tags_hold_every_value_that_they_can_and_refuse_the_others(make: Any) -> None:
+    """Strings by the schema; other values by themselves."""
+    texts = TEXTS | st.sampled_from(["7", "null", "</parameter>", "</arg_value>", "a</tool_call>"])
+    values = st.integers() | st.booleans() | st.none() | st.lists(st.integers(), max_size=2)
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(text=texts, value=values, before=AROUND, after=AROUND)
+    def holds(text: str, value: Any, before: str, after: str) -> None:
+        parser = make(schemas={"f": {"text": {"type": "string"}}})
+        call = ToolCall("f", {"text": text, "value": value})
+        assert parser.read(before + parser.write(call) + after) == [call]
+
+    holds()
+    for text in ("</parameter></function>", "</arg_value></tool_call>"):
+        call = ToolCall("f", {"text": text})
+        try:
+            written = make().write(call)
+        except ValueError as error:
+            assert "f(text): cannot be written as" in str(error)
+        else:
+            assert make().read(written) == [call]
+    with pytest.raises(ValueError, match="cannot be written"):
+        make().write(ToolCall("a<b"))
+
+
+def test_a_value_has_the_type_that_its_schema_says() -> None:
+    def read(text: str, schema: Any = None) -> Any:
+        parser = QwenCoderParser(schemas={"f": {"x": schema}} if schema is not None else {})
+        text = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+        (call,) = parser.read(text)
+        assert isinstance(call, ToolCall)
+        return call.arguments["x"]
+
+    assert read("7") == 7 and read("7", {"type": "string"}) == "7"
+    assert read("abc") == "abc" and read("abc", {"type": "integer"}) == "abc"
+    assert read('"abc"') == '"abc"', "what no schema types is text, quotes and all"
+    assert read('{"a": [1]}', {"type": "object"}) == {"a": [1]}
+    assert read("True", {"type": "boolean"}) is read("true", {"type": "boolean"}) is True
+    assert read("null", {"type": ["string", "null"]}) is None
+    assert read("null", {"type": "string"}) == "null"
+    assert read("7", {"anyOf": [{"type": "string"}, {"type": "integer"}]}) == "7"
+    assert read("7", {"enum": ["7", "8"]}) == "7" and read("7", {"enum": [7, 8]}) == 7
+    assert read("NaN") == "NaN", "no number"
+
+
+def test_mistral_reads_the_ids_that_it_wrote() -> None:
+    for parser in NAMED[:2]:
+        (call,) = parser.read(parser.write(ToolCall("f", {"a": 1}, "abcdefghi")))
+        assert isinstance(call, ToolCall) and call.id == "abcdefghi"
+        (made,) = parser.read(parser.write(ToolCall("f", {"a": 1})))
+        assert isinstance(made, ToolCall) and len(made.id) == 9 and made.id.isalnum()
 
 
 @pytest.mark.parametrize("parser", ALL, ids=by_name)
@@ -88,6 +169,8 @@ def test_no_text_makes_read_raise(parser: Parser) -> None:
 
 @pytest.mark.parametrize("parser", ALL, ids=by_name)
 def test_reasoning_holds_no_call(parser: Parser) -> None:
+    if parser in (HARMONY, GLM4):
+        pytest.skip("its reasoning is a channel, or it has none")
     call = ToolCall("python", {"code": "print(1)"})
     text = "\n" + parser.write(call) + "\n"
     assert parser.read(f"<think>{text}</think>{text}") == [call]
@@ -205,6 +288,19 @@ HOSTILE = {
     "fences": "```python\n",
     "marks": "```",
     "backslashes": "[f(a='\\",
+    "functions": "<tool_call>\n<function=f>\n<parameter=a>\n",
+    "parameters": "<parameter=a></parameter> ",
+    "values": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "pairs of tags": "<arg_key>a</arg_key><arg_value></arg_value> ",
+    "tool calls": "[TOOL_CALLS]f[ARGS]{",
+    "names behind marks": "[TOOL_CALLS]f",
+    "begins": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "separated": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "channels": "<|channel|>",
+    "messages": "<|channel|>commentary to=functions.f<|message|>{",
+    "starts": "<|start|>assistant to=f",
+    "recipients": " to=functions.f",
+    "thoughts": "[THINK]",
 }
 
 
@@ -215,13 +311,15 @@ def test_time_grows_with_the_length_of_hostile_text_and_no_faster(
 ) -> None:
     def seconds(size: int) -> float:
         body = unit * (size // len(unit))
-        texts = (body, f"[f(a={body}1)]", f'<tool_call>{{"a": {body}}}')
+        texts = [body, f"[f(a={body}1)]", f'<tool_call>{{"a": {body}}}']
+        if parser in TAGGED:
+            texts = [body, f"<tool_call><function=f>{body}", f"<tool_call>f\n{body}"]
         start = time.process_time()
         for text in texts:
             assert len(parser.read(text)) <= MAX_CALLS + 1
         return time.process_time() - start
 
-    short, long = (min(seconds(size) for _ in range(3)) for size in (1 << 14, 1 << 16))
+    short, long = (min(seconds(size) for _ in range(2)) for size in (1 << 14, 1 << 16))
     assert long < 10 * short + 0.05, "four times the text took more than ten times as long"
 
 
@@ -267,4 +365,7 @@ def test_the_description_names_the_tools_and_the_form(parser: Parser) -> None:
     text = parser.describe([python])
     assert "python" in text and "Run a Python program" in text
     form = {"hermes": "<tool_call>", "llama": '"parameters"', "pythonic": "[first(name=value"}
-    assert form.get(parser.name, "```python\n") in text
+    form |= {"harmony": "commentary", "glm4": "next line", "fenced": "```python\n"}
+    form |= {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
+    mark = "<｜tool▁call▁begin｜>" if parser.name.startswith("deepseek") else "[TOOL_CALLS]"
+    assert form.get(parser.name, mark) in text

@@ -10,7 +10,9 @@ import pytest
 from agent_doubles import FakeSandbox, exec_result
 from typing_extensions import TypedDict
 
+import nanorl
 from nanoinfer.chat.base import ToolCall, ToolCallError
+from nanoinfer.chat.hermes import HermesParser
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.tools.base import Submitted, ToolContext, ToolError
 from nanorl.tools.calls import TurnResults, answer_calls
@@ -390,3 +392,28 @@ def test_a_session_is_opened_once_by_the_first_who_asks_and_closed_with_the_epis
     assert len(opened) == 1 and opened[0].num_closed == 1
     with pytest.raises(ValueError, match="timeout_s=0"):
         context_of(timeout_s=0)
+
+
+class Told(nanorl.Env):
+    """A tool that says what it was given."""
+
+    def tasks(self, rng: Any) -> nanorl.Task:
+        return nanorl.Task("Say it.")
+
+    def told(self, text: str) -> str:
+        """Say a text."""
+        return f"told {text}"
+
+    tools = (told,)
+
+    def step(self, text: str) -> Any:
+        return self.done(reward=0.0, answer=text)
+
+
+def test_a_mark_of_reasoning_inside_an_argument_is_text() -> None:
+    text = "grep '</think>' '<think>' x"
+    written = HermesParser().write(ToolCall("told", {"text": text}))
+    played = nanorl.rehearse(Told, turns=[f"<think>\nHm.\n</think>\n\n{written}", "a</think> b"])
+    (observed,) = played.observations
+    assert f"told {text}" in observed
+    assert played.is_done

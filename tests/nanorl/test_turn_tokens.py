@@ -6,6 +6,7 @@ import pytest
 from agent_doubles import EOS, OTHER_EOS, START, output_of, tiny_tokenizer
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.hermes import HermesParser
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, shorten
 from nanorl.types import Rollout, Status
@@ -283,3 +284,18 @@ def test_smollm2_turns_equal_its_template(smollm2_folder: Path) -> None:
         observe(builder, seen)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": seen}]
     assert builder.prompt_ids == tokenizer.encode_chat(messages, add_generation_prompt=True)
+
+
+def test_what_the_prompt_opened_is_told_from_what_was_said() -> None:
+    """A call that was only thought of is none, though the turn ends inside of its reasoning."""
+    template = TINY.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    assert template != TINY.chat_template
+    tokenizer = tiny_tokenizer(template)
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    for text, num_calls in ((f"I could {call}", 0), (f"Hm.</think>{call}", 1)):
+        builder = builder_of(tokenizer)
+        builder.append_action(output_of([*tokenizer.encode(text), EOS]))
+        assert builder.action_text() == f"<think>{text}"
+        assert len(HermesParser().read(builder.action_text())) == num_calls
