@@ -20,6 +20,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nanoengine.model.template_files import DEFAULT
+
+WITH_TOOLS = "tool_use"
+
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, plus whatever else the model's template reads."""
 
@@ -90,8 +94,56 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **bound,
             )
-        except jinja2.exceptions.TemplateError as error:
+        # A template that was not made for such messages adds a text to None, or loops over it.
+        except (jinja2.exceptions.TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = [message.get("role") for message in messages]
             raise ValueError(
                 f"the chat template rejects messages with roles {roles}: {error}"
             ) from error
+
+
+class ChatTemplates:
+    """The templates of a model by name, of which a chat takes one, as `transformers` chooses it:
+    "tool_use" where tools are given and there is one, else "default"."""
+
+    def __init__(self, sources: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
+        self.sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
+        self._by_name = {
+            name: ChatTemplate(source, variables) for name, source in self.sources.items()
+        }
+
+    @property
+    def source(self) -> str:
+        """That of "default", or the one for tools, or the first."""
+        name = next((name for name in (DEFAULT, WITH_TOOLS) if name in self.sources), None)
+        return self.sources[name] if name else next(iter(self.sources.values()))
+
+    def chosen(self, has_tools: bool) -> ChatTemplate:
+        """The template of a chat. `ValueError` where nobody said which one it is."""
+        names = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
+        name = next((name for name in names if name in self._by_name), None)
+        if name is None:
+            known = ", ".join(map(repr, self._by_name))
+            raise ValueError(
+                f"the model has chat templates of the names {known} and none of the name "
+                f"{DEFAULT!r}, which a chat {'with' if has_tools else 'without'} tools is written "
+                "with: name one of them so in tokenizer_config.json"
+            )
+        return self._by_name[name]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. `ValueError` when there is no template for it, or it rejects the
+        messages."""
+        return self.chosen(tools is not None).render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
+        )
