@@ -59,20 +59,39 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message carries what was thought; templates read the first or the second."""
+
+
+def new_environment() -> ImmutableSandboxedEnvironment:
+    """The jinja2 environment in which templates are compiled."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def line_of(error: BaseException) -> int | None:
+    """The line of the template that raised; None where it did not get so far."""
+    lines, place = [], error.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code.co_filename == "<template>":
+            lines.append(place.tb_lineno)
+        place = place.tb_next
+    return lines[-1] if lines else None
+
+
 class ChatTemplate:
     """A compiled template. `variables` are bound for every rendering (`bos_token` and the like)."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self.source = source
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         try:
-            self._template = environment.from_string(source)
+            self._template = new_environment().from_string(source)
         except jinja2.exceptions.TemplateSyntaxError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
 
@@ -85,21 +104,52 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. `ValueError` when the template itself rejects the messages."""
-        bound = {**self._variables, **(variables or {})}
+        bound = {
+            "tools": list(tools) if tools is not None else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.variables,
+            **(variables or {}),
+        }
+        told = [_with_reasoning(message) for message in messages]
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) if tools is not None else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **bound,
-            )
+            try:
+                return self._template.render(messages=told, **bound)
+            except TypeError:  # DeepSeek's adds the arguments of calls to a text
+                texts = [with_json_arguments(message) for message in told]
+                return self._template.render(messages=texts, **bound)
         # A template that was not made for such messages adds a text to None, or loops over it.
         except (jinja2.exceptions.TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = [message.get("role") for message in messages]
+            line = line_of(error)
             raise ValueError(
                 f"the chat template rejects messages with roles {roles}: {error}"
+                + (f" (line {line} of the template)" if line else "")
             ) from error
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """The message with its reasoning under both names that templates read, as `transformers`
+    binds it."""
+    given = (message.get(name) for name in REASONING_FIELDS)
+    thought = next((one for one in given if one is not None), None)
+    if thought is None:
+        return dict(message)
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def with_json_arguments(message: Message) -> dict[str, Any]:
+    """The message with each call's arguments as the JSON text that an API has for them."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_with_json, calls)]} if calls else dict(message)
+
+
+def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ChatTemplates:
@@ -108,6 +158,7 @@ class ChatTemplates:
 
     def __init__(self, sources: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
         self.sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
+        self.variables = dict(variables)
         self._by_name = {
             name: ChatTemplate(source, variables) for name, source in self.sources.items()
         }
