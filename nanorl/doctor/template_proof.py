@@ -251,7 +251,7 @@ class _Play:
         text = self.tokenizer.decode(self.builder.prompt_ids[start:])
         for message in answer:
             content = message["content"].strip()
-            if content not in text and json.dumps(content)[1:-1] not in text:
+            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
                 raise _Broken(
                     "wrong", f"a message of the role {message['role']!r} is not in the tokens"
                 )
@@ -271,12 +271,12 @@ class _Play:
             tools=self.form.schemas,
         )
         place = _place_of(self.tokenizer, traced.text, same)
-        trained_text = self.tokenizer.decode(trained[same : same + 24])
-        served_text = traced.text[place : place + 24]
-        raise _Broken(
-            "differs",
-            f"{traced.at(place)} prints {served_text!r} where the rollout has {trained_text!r}",
-        )
+        ours = self.tokenizer.decode(trained[same : same + 24])[:24]
+        theirs = traced.text[place : place + 24]
+        seen = f"prints {theirs!r} where the rollout has {ours!r}"
+        if self.tokenizer.decode(trained) == traced.text:
+            seen = f"joins what was said to {theirs!r}: the same text, in other tokens"
+        raise _Broken("differs", f"{traced.at(place)} {seen}")
 
 
 def _read(call: Message) -> ToolCall:

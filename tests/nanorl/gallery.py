@@ -1,24 +1,32 @@
 """Chat templates after the shape of published ones, with the tokens and eos ids of their models.
 
 What a template does to a conversation is the published one's; its words are ours, and so is the
-tokenizer: a token a byte, and the control tokens of the model with their flags. `FAMILIES` has for
-each what a proof of it (nanorl/doctor/template_proof.py) finds: `differs` names the conversations
-whose served prompt is not the trained one, with a piece of the template's line that makes it so.
+tokenizer: a token a byte, and the control tokens of the model with their flags. `EXPECTED` has for
+each what a proof of it finds (nanorl/doctor/template_proof.py), but for what is exact; after a
+change, `python tests/nanorl/gallery.py` writes it anew, to be read before it is committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.tokenizer import ChatTokenizer
 
+if TYPE_CHECKING:
+    from nanorl.doctor.template_proof import Proof
+
 FOLDER = Path(__file__).parent / "template_gallery"
+TABLE = FOLDER / "expected.json"
+EXPECTED: Mapping[str, Mapping[str, str]] = MappingProxyType(json.loads(TABLE.read_text()))
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 THINK = ("<think>", "</think>")
@@ -75,8 +83,6 @@ class Family:
     """Special tokens that swallow the blanks behind them."""
     template: str = ""
     """The file's name, where it is another's."""
-    differs: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def _qwen(**more: object) -> Family:
@@ -243,3 +249,23 @@ def line_with(name: str, piece: str) -> int:
     return lines[0]
 
 
+def outcomes(proofs: Sequence[Proof]) -> dict[str, str]:
+    """What is not exact: by the conversation's name the outcome, and the template's line."""
+    found = {}
+    for proof in proofs:
+        line = re.search(r"line \d+", proof.where)
+        if proof.outcome != "exact":
+            found[proof.name] = f"{proof.outcome}, {line[0] if line else proof.where}"
+    return found
+
+
+def write_table() -> None:
+    """Write what the proofs find."""
+    from nanorl.doctor.template_proof import prove
+
+    found = {name: outcomes(prove(tokenizer_of(name))) for name in FAMILIES}
+    TABLE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write_table()
