@@ -25,6 +25,8 @@ SOON = ("phi3", "phi4_mini", "glm4", "glm4_5", "gpt_oss", "mistral_v3", "llama3_
 """Those whose borders are of a kind of their own; the others are trained where time is no matter.
 """
 ENV = '''
+import zlib
+
 import nanorl
 
 
@@ -40,11 +42,10 @@ class Talk(nanorl.Env):
         return nanorl.Task(f"say {{rng.randint(1, 999)}}")
 
     def step(self, text):
-        self.reward(len(set(text)) / 100)
         return "unused"
 
     def score(self, transcript):
-        return len(set(transcript.text)) / 100
+        return zlib.crc32(transcript.text.encode()) / 2**32
 
 
 async def loop(episode):

@@ -257,6 +257,8 @@ def test_in_our_loops_every_answer_is_read_and_all_that_was_said_is_trained(
     if name in NO_TOOLS:
         with pytest.raises(ValueError, match=NO_TOOLS[name]):
             play(name, LOOPS[loop], Book)
+        if loop == "sub_agents":  # which offers a tool of its own
+            return
     env = Talk if name in NO_TOOLS else Book
     rollout, policy = play(name, LOOPS[loop], env)
     assert rollout.status is Status.FINISHED, rollout.error
@@ -269,8 +271,7 @@ def test_in_our_loops_every_answer_is_read_and_all_that_was_said_is_trained(
     trained = sum(sum(one.loss_mask) for one in sequences)
     num_ends = len(policy.sampled)
     assert sum(map(len, policy.sampled)) - num_ends <= trained <= sum(map(len, policy.sampled))
-    is_opening = name.startswith("glm") and loop != "sub_agents"
-    assert is_opening or trained == sum(map(len, policy.sampled))
+    assert name.startswith("glm") or trained == sum(map(len, policy.sampled))
 
 
 # -- served as trained -------------------------------------------------------------------------
@@ -389,10 +390,11 @@ def test_a_scaffold_marks_what_was_said_or_nothing(name: str) -> None:
 # -- templates that break it -------------------------------------------------------------------
 
 BREAKS = {  # the template of Qwen2.5 with one thing broken, and what is said of it
-    "results are not printed": (
-        "        {{- message.content }}\n        {{- '\\n</tool_response>' }}",
-        "        {{- '\\n</tool_response>' }}",
-        "does not print a message of the role 'tool'",
+    "a later user is not printed": (
+        "{%- for message in messages %}\n",
+        "{%- for message in messages %}\n"
+        "{% if loop.index > 2 and message.role == 'user' %}{% continue %}{% endif %}",
+        "does not print a message of the role 'user'",
     ),
     "an end that is no eos id": (
         "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}",
@@ -435,24 +437,24 @@ def test_check_shows_a_line_a_conversation_and_passes_what_is_exact(
     assert main(["check", "--as-json", "--model", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["conversations"]] == [one.name for one in conversations()]
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "--model", str(tmp_path / "nowhere")])
-    assert ended.value.code == 2
+    assert main(["check", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_the_check_of_a_run_says_which_answer_would_not_be_read() -> None:
-    whole, part, seen = BREAKS["results are not printed"]
     source = templates_of("qwen2_5")["default"]
     made = tokenizer_of("qwen2_5")
-    tokenizer = _with_template(made, source.replace(whole, part))
+    part = "        {{- message.content }}\n        {{- '\\n</tool_response>' }}"
+    assert source.count(part) == 1
+    mute = _with_template(made, source.replace(part, "{{- '\\n</tool_response>' }}"))
     tools = [function_tool(look_up)]
     chat = tool_chat(made, tools)
     opening = Opening(messages=[user("hi")], tools=chat.schemas, parser=chat.parser)
     assert border_findings(made, opening, tools) == []
-    found = border_findings(tokenizer, opening, tools)
-    assert [one.name for one in found] == ["no_border"] and seen in found[0].seen
-    assert found[0].seen.startswith("the result of a call: ")
-    assert border_findings(tokenizer, opening, tools, loop="single_turn") == []
+    (found,) = border_findings(mute, opening, tools)
+    assert found.name == "no_border" and found.seen.startswith("the result of a call: ")
+    assert "does not print a message of the role 'tool'" in found.seen
+    assert border_findings(mute, opening, tools, loop="single_turn") == []
 
 
 def _with_template(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
