@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
-from nanoinfer.chat.call_ids import SPEAKERS
+from nanoinfer.chat.call_ids import SPEAKERS, next_ids
 from nanoinfer.chat.choose import client_tool_chat
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanoinfer.params import Output
@@ -95,11 +94,13 @@ class ChatForm:
         if call.has_bare_calls:
             only = parse_call(said)
             if only is not None and only.name in _names(call.tools):
-                uses, said = (_use(only.name, only.arguments),), ""
+                uses, said = (_use(*next_ids(call.messages, 1), only.name, only.arguments),), ""
         elif call.tools:
             found = self.parser.read(said)
             if found and not any(isinstance(one, ToolCallError) for one in found):
-                uses = tuple(_written(one) for one in found if isinstance(one, ToolCall))
+                written = [one for one in found if isinstance(one, ToolCall)]
+                ids = next_ids(call.messages, len(written))
+                uses = tuple(map(_written, ids, written))
                 said = said.partition(OPEN)[0].rstrip() if OPEN in said else ""
         return ApiReply(
             text=said, reasoning=reasoning, calls=uses, output=output, stop_text=stop_text
@@ -124,9 +125,9 @@ def _as_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(function["name"], arguments if isinstance(arguments, dict) else {})
 
 
-def _written(call: ToolCall) -> ApiToolCall:
-    return _use(call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
+def _written(call_id: str, call: ToolCall) -> ApiToolCall:
+    return _use(call_id, call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
 
 
-def _use(name: str, arguments: str) -> ApiToolCall:
-    return ApiToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=arguments)
+def _use(call_id: str, name: str, arguments: str) -> ApiToolCall:
+    return ApiToolCall(id=call_id, name=name, arguments=arguments)

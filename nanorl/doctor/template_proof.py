@@ -63,7 +63,7 @@ class Proof:
         return Severity.ERROR if is_broken else Severity.WARNING
 
 
-class _Broken(Exception):
+class _BrokenTurnError(Exception):
     """The conversation ends here; its outcome and what was seen."""
 
     def __init__(self, outcome: Outcome, where: str) -> None:
@@ -85,7 +85,7 @@ def prove_one(
     where = ""
     try:
         _Play(tokenizer, conversation, peer).run()
-    except _Broken as broken:
+    except _BrokenTurnError as broken:
         outcome, where = broken.outcome, str(broken)
     return Proof(
         name=conversation.name,
@@ -139,7 +139,7 @@ class _Play:
         try:
             self.builder.start(self._opened(opening), self.chat.schemas if self.chat else None)
         except ValueError as error:
-            raise _Broken("refused", _refusal(self.tokenizer, error)) from None
+            raise _BrokenTurnError("refused", _refusal(self.tokenizer, error)) from None
         self._compare(opening, self.served(opening))
         for turn, end in zip(turns, [*turns[1:], len(self.messages)], strict=True):
             self._turn(turn, end)
@@ -151,11 +151,13 @@ class _Play:
                 self.form.opening(messages), add_generation_prompt=True, tools=self.form.schemas
             )
         except ValueError as error:
-            raise _Broken("unserved", _refusal(self.tokenizer, error)) from None
+            raise _BrokenTurnError("unserved", _refusal(self.tokenizer, error)) from None
         if self._peer is not None and ids != self._peer(
             self.form.opening(messages), self.form.schemas
         ):
-            raise _Broken("wrong", "transformers encodes the same conversation in another way")
+            raise _BrokenTurnError(
+                "wrong", "transformers encodes the same conversation in another way"
+            )
         return ids
 
     def _opened(self, messages: Sequence[Message]) -> list[Message]:
@@ -178,7 +180,7 @@ class _Play:
         try:
             self.builder.append_observation(self._brought(answer, calls))
         except ValueError as error:
-            raise _Broken("refused", _refusal(self.tokenizer, error)) from None
+            raise _BrokenTurnError("refused", _refusal(self.tokenizer, error)) from None
         self._check_mask(before, said)
         self._check_contents(answer, len(before) + len(said))
         self._compare(self.messages[:end], self.served(self.messages[:end]))
@@ -189,7 +191,7 @@ class _Play:
         turn = self.messages[place]
         try:
             after, whole = self._after(place, end), self.served(self.messages[:end])
-        except (ValueError, _Broken):  # the server's; said when the rollout has gone on
+        except (ValueError, _BrokenTurnError):  # the server's; said when the rollout has gone on
             return [*self._words(turn), min(self.tokenizer.eos_ids)]
         before = self.builder.prompt_ids
         middle = whole[len(before) : len(whole) - len(after)]
@@ -232,7 +234,7 @@ class _Play:
         found = self.form.parser.read(text)
         if found != list(calls):
             errors = [str(one) for one in found if isinstance(one, ToolCallError)]
-            raise _Broken(
+            raise _BrokenTurnError(
                 "wrong",
                 f"the parser {self.form.parser.name!r} reads {errors or found} in what the "
                 f"template writes, {text!r}",
@@ -245,14 +247,14 @@ class _Play:
         span, mask = rollout.turn_spans[-1], rollout.loss_mask[start:]
         is_right = rollout.tokens[start : span.action_end] == list(said)[: span.action_end - start]
         if not is_right or sum(mask) != span.action_end - start or end - span.action_end > 1:
-            raise _Broken("wrong", "the mask does not hold what was said")
+            raise _BrokenTurnError("wrong", "the mask does not hold what was said")
 
     def _check_contents(self, answer: Sequence[Message], start: int) -> None:
         text = self.tokenizer.decode(self.builder.prompt_ids[start:])
         for message in answer:
             content = message["content"].strip()
             if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-                raise _Broken(
+                raise _BrokenTurnError(
                     "wrong", f"a message of the role {message['role']!r} is not in the tokens"
                 )
 
@@ -276,7 +278,7 @@ class _Play:
         seen = f"prints {theirs!r} where the rollout has {ours!r}"
         if self.tokenizer.decode(trained) == traced.text:
             seen = f"joins what was said to {theirs!r}: the same text, in other tokens"
-        raise _Broken("differs", f"{traced.at(place)} {seen}")
+        raise _BrokenTurnError("differs", f"{traced.at(place)} {seen}")
 
 
 def _read(call: Message) -> ToolCall:

@@ -128,9 +128,7 @@ def _gemma(**more: object) -> Family:
 
 
 def _granite(**more: object) -> Family:
-    return Family(
-        special=GRANITE, eos=("<|end_of_text|>",), eos_token="<|end_of_text|>", **more
-    )  # type: ignore[arg-type]
+    return Family(special=GRANITE, eos=("<|end_of_text|>",), eos_token="<|end_of_text|>", **more)  # type: ignore[arg-type]
 
 
 def _cohere(**more: object) -> Family:
