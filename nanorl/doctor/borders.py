@@ -28,7 +28,7 @@ _ASKED: Sequence[Message] = ({"role": "user", "content": "What was 8304?"},)
 def border_findings(
     tokenizer: ChatTokenizer, opening: Opening, tools: Sequence[Described], loop: str = "tool"
 ) -> list[Finding]:
-    """Answers that would not reach the model of a run whose agent is `loop`; one finding a cause."""
+    """Answers that would not reach the model where the agent is `loop`; one finding a cause."""
     found: dict[str, str] = {}
     for name, answer in _answers(opening, tools) if loop != "single_turn" else ():
         try:

@@ -1,4 +1,4 @@
-"""Chat templates of a folder: which file counts, which of several is taken, and that none is lost."""
+"""Chat templates of a folder: which file counts, which of several is taken; none is lost."""
 
 import json
 from pathlib import Path
