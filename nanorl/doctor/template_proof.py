@@ -176,7 +176,7 @@ class _Play:
         said = self._said(place, end)
         self.builder.append_action(_output(said))
         if self.chat is not None:
-            self._check_calls(calls, said)
+            calls = self._read_back(calls, said)
         try:
             self.builder.append_observation(self._brought(answer, calls))
         except ValueError as error:
@@ -229,7 +229,8 @@ class _Play:
             return others
         return [*as_results(self.form.parser.observation(results), calls), *others]
 
-    def _check_calls(self, calls: Sequence[ToolCall], said: Sequence[int]) -> None:
+    def _read_back(self, calls: Sequence[ToolCall], said: Sequence[int]) -> list[ToolCall]:
+        """The calls as the parser reads them, with the ids that the model wrote."""
         text = visible(self.tokenizer.decode(said[:-1]))
         found = self.form.parser.read(text)
         if found != list(calls):
@@ -239,6 +240,7 @@ class _Play:
                 f"the parser {self.form.parser.name!r} reads {errors or found} in what the "
                 f"template writes, {text!r}",
             )
+        return [one for one in found if isinstance(one, ToolCall)]
 
     def _check_mask(self, before: Sequence[int], said: Sequence[int]) -> None:
         """The last action and nothing else of this turn is trained."""
