@@ -38,6 +38,7 @@ from nanoengine.footprint import mfu
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
+from nanoengine.model.template_files import template_files
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import WORLD
@@ -55,7 +56,7 @@ FREE_ON_RESUME = (
     *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
     "device",  # another one rounds differently, as another layout does
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +257,9 @@ class SftRun:
         with self.engine.optimizer.gathered():
             export_hf(self.mesh if self.config.world > 1 else None, self.engine.models, target)
         if self.is_first:
-            for name in TOKENIZER_FILES:
+            for name in (*TOKENIZER_FILES, *template_files(self.folder)):
                 if (self.folder / name).is_file():
+                    (target / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(self.folder / name, target / name)
             done = f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}"
             print(done, flush=True)

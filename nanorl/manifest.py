@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from nanoengine.model.template_files import template_files
 from nanorl.config import RunConfig, ToolConfig
 from nanorl.parts import Parts, num_threads
 from nanorl.plugins import is_path
@@ -48,7 +49,7 @@ _ANSWER_S = 30
 _READ = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "tokenizer.model"),
+    "tokenizer.model",
 )
 _WITH_OUR_PYTHON = ("bwrap", "gvisor", "landlock", "rlimits")
 
@@ -74,7 +75,8 @@ def manifest_of(parts: Parts) -> Manifest:
 def model_fingerprint(folder: Path) -> str:
     """Of what a model's folder says beside the weights, which a checkpoint has: how they are used,
     and what tokens mean."""
-    return _hash_of_files((one for one in _plain_files(folder) if one.name in _READ), folder)
+    read = {folder / name for name in (*_READ, *template_files(folder))}
+    return _hash_of_files((one for one in _plain_files(folder) if one in read), folder)
 
 
 def packages() -> dict[str, str]:
@@ -172,7 +174,8 @@ def _hash_of_files(files: Iterable[Path], root: Path) -> str:
 
 
 def _plain_files(folder: Path) -> list[Path]:
-    return sorted(one for one in folder.iterdir() if one.is_file())
+    more = {folder / name for name in template_files(folder)}
+    return sorted({one for one in folder.iterdir() if one.is_file()} | more)
 
 
 def _hash_of_listing(folder: Path) -> str:

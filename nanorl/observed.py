@@ -32,7 +32,8 @@ Ids = tuple[int, ...]
 @dataclass(frozen=True)
 class _Seam:
     """The tokens between the contents of two messages: from the first control token to the last,
-    and what is beside them. Those that touch a content may be one token with a part of it."""
+    or all but the outer ones where there is none, and what is beside them. Those that touch a
+    content may be one token with a part of it."""
 
     roles: tuple[str, str]
     left: Ids
@@ -65,12 +66,12 @@ class Scaffold:
         """1 for the tokens of an observation that somebody said, 0 for those of the template."""
         start = 1 if tokens and tokens[0] in self._eos_ids else 0  # of a turn that was cut off
         heads = {
-            role: head for role, (head, _) in self._ends.items() if _fits(tokens[start:], head)
+            role: head for role, (head, _) in self._ends.items() if self._fits(tokens[start:], head)
         }
         for first, head in sorted(heads.items(), key=lambda one: -len(one[1])):
             begin = start + _touching(tokens[start:], head)
             for last, (_, tail) in self._ends.items():
-                if not _fits(tokens[::-1], tail[::-1]):
+                if not self._fits(tokens[::-1], tail[::-1]):
                     continue
                 end = len(tokens) - _touching(tokens[::-1], tail[::-1])
                 mask, role = self._between(tokens, begin, end, first)
@@ -106,9 +107,15 @@ class Scaffold:
             for seam in self._seams.get(tokens[place], ())
             if seam.roles[0] == role
             and tuple(tokens[place : place + len(seam.core)]) == seam.core
-            and _fits(tokens[place + len(seam.core) :], seam.right)
+            and self._fits(tokens[place + len(seam.core) :], seam.right)
         ]
         return max(found, key=lambda seam: (len(seam.core), len(seam.right)), default=None)
+
+    def _fits(self, tokens: Sequence[int], ids: Ids) -> bool:
+        """Whether tokens begin with `ids`. The last one may touch a content, if it is no control
+        token, and need not be itself then."""
+        count = len(ids) - (bool(ids) and ids[-1] not in self._controls)
+        return len(tokens) >= len(ids) and tuple(tokens[:count]) == ids[:count]
 
     def _learn(self, tokenizer: ChatTokenizer, roles: tuple[str, ...]) -> None:
         """Read off what stands before, between and after messages of these roles."""
@@ -129,15 +136,13 @@ class Scaffold:
         size = sum(a != b for a, b in zip(one, other, strict=True)) // 2  # of a probe
         ids = tuple(inner[size : len(inner) - size])
         places = [place for place, token in enumerate(ids) if token in self._controls]
+        # Of plain text, as Qwen2.5's between two results, all but what may touch a content. A
+        # result that spells it has it masked, too.
+        places = places or list(range(1, len(ids) - 1))
         if places:
             first, last = places[0], places[-1] + 1
             seam = _Seam((roles[0], roles[1]), ids[:first], ids[first:last], ids[last:])
             self._seams.setdefault(seam.core[0], []).append(seam)
-
-
-def _fits(tokens: Sequence[int], ids: Ids) -> bool:
-    """Whether tokens begin with all of `ids` but the last one, which may touch a content."""
-    return len(tokens) >= len(ids) and tuple(tokens[: len(ids[:-1])]) == ids[:-1]
 
 
 def _touching(tokens: Sequence[int], ids: Ids) -> int:

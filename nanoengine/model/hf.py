@@ -31,6 +31,7 @@ from nanoengine.model.linear import PackedLinear, Slice, TensorSplit, side_by_si
 from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.mxfp4 import widened
+from nanoengine.model.template_files import template_files
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import dtype_name, write_tensors
 
@@ -55,7 +56,6 @@ _EXTRA_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
     "generation_config.json",
 )
 
@@ -475,9 +475,10 @@ def copy_extra_files(source: str | Path | None, folder: str | Path) -> None:
     """The tokenizer's files of the folder `source`, if one is given, those that there are."""
     if source is None:
         return
-    for name in _EXTRA_FILES:
+    for name in (*_EXTRA_FILES, *template_files(source)):
         theirs, ours = Path(source) / name, Path(folder) / name
         if theirs.is_file() and theirs.resolve() != ours.resolve():
+            ours.parent.mkdir(exist_ok=True)
             shutil.copyfile(theirs, ours)
 
 

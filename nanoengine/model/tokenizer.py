@@ -4,7 +4,8 @@ Three rules make it safe for agents. Text is ordinary by default: a control toke
 stays text. In a chat, control tokens may come from the template and from trusted roles, never from
 what a user or a tool wrote. There is a set of EOS ids, not one.
 Left out: slow (Python) tokenizers and batching; padding does not exist in a packed engine.
-Next: special_guard.py (how text is kept from spelling control tokens), chat_template.py.
+Next: special_guard.py (how text is kept from spelling control tokens), chat_template.py,
+template_files.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from nanoengine.model.special_guard import SpecialGuard, mask_strings
+from nanoengine.model.template_files import as_config, read_templates, remove_templates
 
 if TYPE_CHECKING:
-    from nanoengine.model.chat_template import ChatTemplate, Message
+    from nanoengine.model.chat_template import ChatTemplates, Message
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose content is written by us or by the policy; every other role is masked."""
@@ -35,10 +37,11 @@ class ChatTokenizer:
         tokenizer: Tokenizer,
         *,
         eos_ids: Iterable[int],
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
+        """`chat_template` is one template, or several by their names."""
         self.variables = dict(variables or {})
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
@@ -55,11 +58,11 @@ class ChatTokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         # Every one that text cannot spell (special_guard.py), "special" or not.
         self.control_ids = frozenset(i for i, token in added.items() if token.content.strip())
-        self._template: ChatTemplate | None = None
-        if chat_template is not None:
-            from nanoengine.model.chat_template import ChatTemplate  # needs jinja2
+        self._templates: ChatTemplates | None = None
+        if chat_template:
+            from nanoengine.model.chat_template import ChatTemplates  # needs jinja2
 
-            self._template = ChatTemplate(chat_template, _named_tokens(self._config))
+            self._templates = ChatTemplates(chat_template, _named_tokens(self._config))
 
     @classmethod
     def from_folder(
@@ -84,7 +87,7 @@ class ChatTokenizer:
         return cls(
             tokenizer,
             eos_ids=_read_eos_ids(folder, tokenizer, config),
-            chat_template=_read_template(folder, config),
+            chat_template=read_templates(folder, config),
             config=config,
             variables=variables,
         )
@@ -101,7 +104,13 @@ class ChatTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        return self._template.source if self._template else None
+        """The source of the one that a chat without tools is rendered with, or else with tools."""
+        return self._templates.source if self._templates else None
+
+    @property
+    def templates(self) -> ChatTemplates | None:
+        """All of them."""
+        return self._templates
 
     def to_json(self) -> str:
         """The text of a `tokenizer.json`, for libraries that read one."""
@@ -146,12 +155,12 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as text, for reading. Encode chats with `encode_chat`, never through this."""
-        if self._template is None:
+        if self._templates is None:
             raise ValueError(
                 "this tokenizer has no chat template: put one in chat_template.jinja or under "
                 "chat_template in tokenizer_config.json"
             )
-        return self._template.render(
+        return self._templates.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -210,8 +219,9 @@ class ChatTokenizer:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         config = dict(self._config)
-        if self._template is not None:
-            config["chat_template"] = self._template.source
+        remove_templates(folder)
+        if self._templates is not None:
+            config["chat_template"] = as_config(self._templates.sources)
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", config)
         generation = _read_json(folder / "generation_config.json")
@@ -249,17 +259,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
 
 
 def _read_eos_ids(folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any]) -> set[int]:

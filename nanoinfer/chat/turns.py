@@ -123,7 +123,7 @@ class _Marked:
         self._mark = _new_mark()
         *opening, turn = history
         self._history = [*opening, _with_mark(turn, self._mark)]
-        if turn.get("tool_calls") and self._mark not in self._history_text():
+        if turn.get("tool_calls") and self._mark not in self._rendered([])[0]:
             # The template prints no calls.
             self._history[-1] = {**self._history[-1], "content": self._mark}
 
@@ -147,14 +147,16 @@ class _Marked:
                 )
         return self._tokenizer.encode_rendered(self._behind(text.partition(marks[0])[0]), masks)
 
-    def _history_text(self) -> str:
-        try:
-            return self._rendered([])[0]
-        except ValueError:  # Llama's template takes one call a turn, and any number of results
-            self._history = [*self._history[:-1], _with_last_call(self._history[-1])]
-            return self._rendered([])[0]
-
     def _rendered(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
+        try:
+            return self._render(new)
+        except ValueError:  # Llama's template takes one call a turn, and any number of results
+            if all(len(one.get("tool_calls") or ()) < 2 for one in self._history):
+                raise
+            self._history = [_with_last_call(message) for message in self._history]
+            return self._render(new)
+
+    def _render(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
         return self._tokenizer.render_masked(
             [*self._history, *new], add_generation_prompt=bool(new), tools=self._tools
         )

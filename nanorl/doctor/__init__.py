@@ -6,7 +6,12 @@
     preconditions.py  what can be seen before anything is played: template, tasks, memory, disk
     tool_tokens.py    how much of a prompt its tools are
     minutes.py        how long the run will take, from what the sample took
+    borders.py        whether what a run's environment answers reaches the model
     checkup.py        plays a few rollouts with the untrained model and makes all checks
+
+    template_proof.py     a model folder: rollout, training, server and transformers agree
+    conversations.py      over which they must; template_trace.py names the template's line
+    model_check.py        what `nanorl check --model FOLDER` shows of it
 
     examination.py    the machine instead of a run: machine.py, limits.py and packages.py here,
                       engines.py and walls.py in processes of their own; section.py shows it

@@ -22,6 +22,7 @@ from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
 from nanorl.doctor.alarms import Evidence, rollout_findings
+from nanorl.doctor.borders import border_findings
 from nanorl.doctor.finding import Finding, Severity, in_order, verdict
 from nanorl.doctor.limits import free_memory_bytes
 from nanorl.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
@@ -256,8 +257,13 @@ class _Examination:
                 found.append(system)
                 return False
             if not lengths:  # the tools are the same for all
-                dear = tools_finding(tokenizer, opening, described_tools(self.parts.kind))
+                tools = described_tools(self.parts.kind)
+                dear = tools_finding(tokenizer, opening, tools)
                 found += [dear] if dear else []
+                loop = self.config.agent.loop or self.parts.kind.loop
+                if broken := border_findings(tokenizer, opening, tools, loop):
+                    found += broken
+                    return False
             ids = tokenizer.encode_chat(
                 opening.messages, add_generation_prompt=True, tools=opening.tools
             )
