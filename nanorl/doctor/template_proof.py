@@ -22,7 +22,6 @@ from nanoengine.model.chat_template import Message, line_of, with_json_arguments
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.call_ids import SPEAKERS, as_results
-from nanoinfer.chat.chat import visible
 from nanoinfer.chat.choose import client_tool_chat
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.turns import ids_after_turn
@@ -35,8 +34,8 @@ from nanorl.doctor.template_trace import shown_line, trace
 
 Outcome = Literal["exact", "differs", "unserved", "refused", "wrong"]
 """`differs`: the rollout is as it was sampled, and the server renders the conversation in another
-way. `unserved`: only the server's is refused by the template. `refused`: the rollout's is, too.
-`wrong`: a rollout would lack or spoil something."""
+way. `unserved`: only the server's is refused by the template, or the parser has no form for such a turn.
+`refused`: the rollout's is, too. `wrong`: a rollout would lack or spoil something."""
 
 Encode = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], list[int]]
 _ROOM = Limits(max_turns=99, max_turn_tokens=1 << 20, max_context_tokens=1 << 22)
@@ -132,6 +131,8 @@ class _Play:
         self.form = ChatForm.of(tokenizer, specs)
         self.chat = client_tool_chat(tokenizer, specs) if specs else None
         self.builder = TurnBuilder(tokenizer, _ROOM, task_id="", group_id="", rollout_id="")
+        self._is_ours = False
+        """The last turn is said as our parser writes it, not as the template does."""
 
     def run(self) -> None:
         turns = [n for n, one in enumerate(self.messages) if one["role"] == "assistant"]
@@ -176,7 +177,7 @@ class _Play:
         said = self._said(place, end)
         self.builder.append_action(_output(said))
         if self.chat is not None:
-            calls = self._read_back(calls, said)
+            calls = self._read_back(calls)
         try:
             self.builder.append_observation(self._brought(answer, calls))
         except ValueError as error:
@@ -189,6 +190,7 @@ class _Play:
         """What the policy says: what stands in the place of the turn in the served prompt, if that
         is how the rollout goes on; else the turn in words, and its end."""
         turn = self.messages[place]
+        self._is_ours = True
         try:
             after, whole = self._after(place, end), self.served(self.messages[:end])
         except (ValueError, _BrokenTurnError):  # the server's; said when the rollout has gone on
@@ -198,6 +200,7 @@ class _Play:
         is_grown = whole[: len(before)] == before and whole[len(whole) - len(after) :] == after
         text = self.tokenizer.decode(middle)
         if is_grown and all(one in text for one in (turn["content"], _thought(turn))):
+            self._is_ours = False
             return [*middle, after[0]]
         return [*self._words(turn), after[0]]
 
@@ -229,18 +232,22 @@ class _Play:
             return others
         return [*as_results(self.form.parser.observation(results), calls), *others]
 
-    def _read_back(self, calls: Sequence[ToolCall], said: Sequence[int]) -> list[ToolCall]:
-        """The calls as the parser reads them, with the ids that the model wrote."""
-        text = visible(self.tokenizer.decode(said[:-1]))
-        found = self.form.parser.read(text)
-        if found != list(calls):
-            errors = [str(one) for one in found if isinstance(one, ToolCallError)]
+    def _read_back(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """The calls of the last turn as the parser reads them, with the ids that the model wrote."""
+        parser, text = self.form.parser, self.builder.action_text()
+        found = parser.read(text)
+        if found == list(calls):
+            return [one for one in found if isinstance(one, ToolCall)]
+        if self._is_ours:
             raise _BrokenTurnError(
-                "wrong",
-                f"the parser {self.form.parser.name!r} reads {errors or found} in what the "
-                f"template writes, {text!r}",
+                "unserved", f"the parser {parser.name!r} does not read back what it writes, {text!r}"
             )
-        return [one for one in found if isinstance(one, ToolCall)]
+        errors = [str(one) for one in found if isinstance(one, ToolCallError)]
+        raise _BrokenTurnError(
+            "wrong",
+            f"the parser {parser.name!r} reads {errors or found} in what the template writes, "
+            f"{text!r}",
+        )
 
     def _check_mask(self, before: Sequence[int], said: Sequence[int]) -> None:
         """The last action and nothing else of this turn is trained."""

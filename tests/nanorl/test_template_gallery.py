@@ -71,6 +71,8 @@ def assert_exact_or_named(name: str, proof: Proof) -> None:
     if proof.outcome == "exact":
         assert proof.where == ""
         return
+    if proof.outcome == "unserved" and "does not read back what it writes" in proof.where:
+        return  # no turn of the model is such a one
     found = NAMED.search(proof.where)
     assert found is not None, f"{name}, {proof.name}: {proof.where}"
     number, shown = int(found[1]), proof.where[found.end() :]
