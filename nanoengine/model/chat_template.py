@@ -81,12 +81,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. `ValueError` when the template itself rejects the messages."""
-        bound = {**self._variables, **(variables or {})}
+        bound = {"documents": None, **self._variables, **(variables or {})}
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=list(tools) if tools is not None else None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **bound,
             )

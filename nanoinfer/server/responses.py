@@ -9,10 +9,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
+from nanoinfer.server.prompt_scores import prompt_scores, with_top, without_answer
 from nanoinfer.server.requests import ChatCompletion, Completion
 from nanoinfer.server.tool_calls import FunctionCall, parse_call, safe_length, split_calls
 from nanoinfer.streams import StreamChunk
@@ -35,20 +37,28 @@ def usage(num_prompt: int, outputs: Sequence[Output], n: int) -> Json:
 
 
 def chat_logprobs(
-    tokenizer: ChatTokenizer, ids: Sequence[int], logps: Sequence[float], top: Top
+    tokenizer: ChatTokenizer,
+    ids: Sequence[int],
+    logps: Sequence[float],
+    top: Top,
+    *,
+    by_id: bool = False,
 ) -> Json:
+    """With `by_id` tokens are named as in `token_choice`."""
+    entry = partial(_entry, tokenizer, by_id)
     tops = top if top else [()] * len(ids)
     return {
         "content": [
-            _entry(tokenizer, token, logp)
-            | {"top_logprobs": [_entry(tokenizer, *likely) for likely in row]}
+            entry(token, logp) | {"top_logprobs": [entry(*likely) for likely in row]}
             for token, logp, row in zip(ids, logps, tops, strict=True)
         ],
         "refusal": None,
     }
 
 
-def _entry(tokenizer: ChatTokenizer, token: int, logp: float) -> Json:
+def _entry(tokenizer: ChatTokenizer, by_id: bool, token: int, logp: float) -> Json:
+    if by_id:
+        return _id_entry(token, logp)
     text = tokenizer.decode([token])
     is_text = "\ufffd" not in text
     return {"token": text, "logprob": logp, "bytes": list(text.encode()) if is_text else None}
@@ -60,13 +70,20 @@ def text_logprobs(
     logps: Sequence[float | None],
     top: Sequence[Sequence[tuple[int, float]] | None],
     offset: int = 0,
+    *,
+    by_id: bool = False,
 ) -> Json:
-    """`offset` is where the text of the first token begins in the answer's text."""
-    tokens = [tokenizer.decode([token]) for token in ids]
+    """`offset` is where the text of the first token begins in the answer's text. With `by_id`
+    tokens are named as in `token_choice`."""
+
+    def name(token: int) -> str:
+        return f"token_id:{token}" if by_id else tokenizer.decode([token])
+
+    tokens = [name(token) for token in ids]
     offsets = [offset]
     for text in tokens[:-1]:
         offsets.append(offsets[-1] + len(text))
-    tops = [row and {tokenizer.decode([token]): logp for token, logp in row} for row in top]
+    tops = [row and {name(token): logp for token, logp in row} for row in top]
     return {
         "tokens": tokens,
         "token_logprobs": list(logps),
@@ -130,9 +147,22 @@ class ChatFormat:
 
     def __init__(self, tokenizer: ChatTokenizer, body: ChatCompletion) -> None:
         self.tokenizer = tokenizer
+        self.num_top, self.num_prompt_top = body.num_top, body.prompt_logprobs
+        self.by_id = body.return_tokens_as_token_ids
         self.has_logprobs = body.num_top is not None
         self.has_ids = body.return_token_ids
         self.tools = ToolUse(bool(body.tool_specs()), body.is_tool_forced)
+
+    def shown(self, output: Output) -> Output:
+        """What was asked for of an output."""
+        return with_top(output, self.num_top or 0)
+
+    def head(self, prompt: list[int], output: Output) -> Json:
+        """What stands beside the choices: the scores of the prompt that they share."""
+        if self.num_prompt_top is None:
+            return {}
+        scores = prompt_scores(self.tokenizer, prompt, output, self.num_prompt_top)
+        return {"prompt_logprobs": scores}
 
     def choice(self, index: int, _: list[int], output: Output) -> Json:
         text, calls = self.tools.split(output.text or "")
@@ -142,7 +172,9 @@ class ChatFormat:
             message["tool_calls"] = [call_json(call) for call in calls]
         logprobs = None
         if self.has_logprobs:
-            logprobs = chat_logprobs(self.tokenizer, output.ids, output.logps, output.top_logps)
+            logprobs = chat_logprobs(
+                self.tokenizer, output.ids, output.logps, output.top_logps, by_id=self.by_id
+            )
         return {
             "index": index,
             "message": message,
@@ -178,7 +210,13 @@ class ChatDeltas:
             reason = "tool_calls" if calls else chunk.output.finish_reason
         logprobs = None
         if self._form.has_logprobs:
-            logprobs = chat_logprobs(self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps)
+            logprobs = chat_logprobs(
+                self._form.tokenizer,
+                chunk.ids,
+                chunk.logps,
+                chunk.top_logps,
+                by_id=self._form.by_id,
+            )
         ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
         if not delta and reason is None and logprobs is None and not ids:
             return None
@@ -207,9 +245,20 @@ class TextFormat:
 
     def __init__(self, tokenizer: ChatTokenizer, body: Completion) -> None:
         self.tokenizer = tokenizer
+        self.by_id = body.return_tokens_as_token_ids
         self.has_logprobs = body.logprobs is not None
         self.has_ids = body.return_token_ids
         self._echo = body.echo
+        self._num_top, self._num_prompt_top = body.num_top, body.prompt_logprobs
+        self._has_answer = body.max_tokens != 0
+
+    def shown(self, output: Output) -> Output:
+        """What was asked for of an output."""
+        return with_top(output if self._has_answer else without_answer(output), self._num_top or 0)
+
+    def head(self, prompt: list[int], output: Output) -> Json:
+        """Each choice has the scores of its own prompt."""
+        return {}
 
     def choice(self, index: int, prompt: list[int], output: Output) -> Json:
         text, ids = output.text or "", output.ids
@@ -219,12 +268,18 @@ class TextFormat:
             text = self.tokenizer.decode(prompt, skip_special=True) + text
             ids = prompt + ids
             logps = [None, *output.prompt_logps, *logps]
-            top = [None, *output.prompt_top_logps, *top] if top else []
-        logprobs = text_logprobs(self.tokenizer, ids, logps, top) if self.has_logprobs else None
+            likeliest = [row[: self._num_top] for row in output.prompt_top_logps]
+            top = [None, *likeliest, *top] if self._num_top else []
+        logprobs = None
+        if self.has_logprobs:
+            logprobs = text_logprobs(self.tokenizer, ids, logps, top, by_id=self.by_id)
         reason = output.finish_reason
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         if self.has_ids:
             choice |= {"token_ids": output.ids, "prompt_token_ids": prompt}
+        if self._num_prompt_top is not None:
+            scores = prompt_scores(self.tokenizer, prompt, output, self._num_prompt_top)
+            choice["prompt_logprobs"] = scores
         return choice
 
     def start(self, index: int) -> TextDeltas:
@@ -246,7 +301,12 @@ class TextDeltas:
         logprobs = None
         if self._form.has_logprobs:
             logprobs = text_logprobs(
-                self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offset
+                self._form.tokenizer,
+                chunk.ids,
+                chunk.logps,
+                chunk.top_logps,
+                self._offset,
+                by_id=self._form.by_id,
             )
             self._offset += sum(map(len, logprobs["tokens"]))
         ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
