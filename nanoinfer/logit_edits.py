@@ -252,9 +252,7 @@ class GrammarCompiler:
         if grammar.kind == "choice":
             texts = " | ".join(json.dumps(text) for text in grammar.choices)
             return str(make.grammar_from_lark(f"start: {texts}"))
-        from llguidance.gbnf_to_lark import any_to_lark  # takes llama.cpp's form, too
-
-        return str(make.grammar_from_lark(any_to_lark(grammar.value)))
+        return str(make.grammar_from_lark(_as_lark(grammar)))
 
 
 def _problem_of_a_step(walker: Any) -> str:
@@ -275,6 +273,18 @@ def _readable(tokenizer: str) -> str:
         return tokenizer
     fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
     return json.dumps(fields)
+
+
+def _as_lark(grammar: Grammar) -> str:
+    """A grammar in Lark's form, where it came in llama.cpp's."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    if "::=" not in grammar.value:
+        return grammar.value
+    try:
+        return str(gbnf_to_lark(grammar.value))
+    except (GbnfToLarkError, ValueError, RecursionError) as error:
+        raise _refusal(grammar, str(error) or type(error).__name__) from None
 
 
 def _refusal(grammar: Grammar, problem: str) -> ValueError:

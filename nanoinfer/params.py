@@ -89,7 +89,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
-                f"min_tokens={self.min_tokens}: must be from 0 (off) to max_tokens={self.max_tokens}"
+                f"min_tokens={self.min_tokens}: must be from 0 (off) to "
+                f"max_tokens={self.max_tokens}"
             )
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(

@@ -67,8 +67,9 @@ def ids_after_turn(
     all else up to the next turn of the assistant.
 
     `history` ends with the assistant's message; `last_id` is the last token of that turn, None for
-    an empty one. `tools` and `variables` are those that the conversation opened with. `ValueError` if the template
-    refuses the conversation, does not print all of it, or does not say where a turn ends.
+    an empty one. `tools` and `variables` are those that the conversation opened with. `ValueError`
+    if the template refuses the conversation, does not print all of it, or does not say where a turn
+    ends.
     """
     *before, turn = history
     marked = _Marked(tokenizer, before, turn, tools, variables)

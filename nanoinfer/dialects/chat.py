@@ -41,7 +41,7 @@ _IDS = "ask /inference/v1/generate, which speaks token ids"
 class RecordedChat(ChatCompletion):
     """A chat whose tokens are kept."""
 
-    refused = CHAT_REFUSED | {  # noqa: RUF012
+    refused = CHAT_REFUSED | {
         "add_generation_prompt": Refused(_PROMPT, (True,)),
         "continue_final_message": Refused(_PROMPT),
         "include_stop_str_in_output": Refused(_ANSWER),

@@ -133,8 +133,9 @@ def assistant_message(text: str, calls: Sequence[ApiToolCall]) -> Message:
 
 
 def read_arguments(text: str) -> Any:
-    """The arguments of a call as chat templates read them: none are an empty object. What is no JSON stays as written, and so
-    does what no JSON answer could hold: NaN, half of a character, brackets without end."""
+    """The arguments of a call as chat templates read them: none are an empty object. What is no
+    JSON stays as written, and so does what no JSON answer could hold: NaN, half of a character,
+    brackets without end."""
     if not text.strip():
         return {}  # a call without arguments
     try:

@@ -292,7 +292,9 @@ def _offers(tools: Sequence[Any], namespace: str | None = None) -> Iterator[Offe
             spec = tool.spec()
             spec["function"]["name"] = offered_name(tool.name, namespace)
             is_freeform = isinstance(tool, CustomTool)
-            yield Offer(spec, ToolForm(name=tool.name, namespace=namespace, is_freeform=is_freeform))
+            yield Offer(
+                spec, ToolForm(name=tool.name, namespace=namespace, is_freeform=is_freeform)
+            )
 
 
 def _as_choice(given: Any) -> Any:

@@ -22,7 +22,7 @@ NOTES = frozenset({"cache_control", "extra_content", "id", "index", "provider_sp
 
 
 class Function(StrictBody):
-    ignored = NOTES | {"strict"}
+    ignored = NOTES | {"defer_loading", "strict"}
     name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -74,7 +74,21 @@ class ThinkingPart(BaseModel):
         return ""
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | MediaPart, Field(discriminator="type")]
+class ToolReference(StrictBody):
+    """What a search for tools found; all of them are offered from the beginning."""
+
+    ignored = NOTES
+    type: Literal["tool_reference"]
+    name: Text
+
+    @property
+    def text(self) -> str:
+        return f"[tool: {self.name}]"
+
+
+Part = Annotated[
+    TextPart | RefusalPart | ThinkingPart | ToolReference | MediaPart, Field(discriminator="type")
+]
 
 
 def _as_parts(content: Any) -> Any:
@@ -116,9 +130,9 @@ class ChatMessage(StrictBody):
     }
     refused = {"images": Refused("this model reads text; leave it out")}  # noqa: RUF012
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(_as_parts)] = []
+    content: Annotated[list[Part], BeforeValidator(_as_parts)] = Field(default_factory=list)
     name: str | None = None
-    tool_calls: list[Call] = []
+    tool_calls: list[Call] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

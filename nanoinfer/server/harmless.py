@@ -18,7 +18,8 @@ ROUTING = frozenset(
     {"debug", "models", "provider", "route", "session_id", "trace", "transforms"}
     | {"client_metadata", "extra_headers", "litellm_metadata", "num_retries", "timeout"}
     | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"}
-    | {"disagg_prefill_dp_rank", "kv_transfer_params", "routed_dp_rank"}
+    | {"disagg_prefill_dp_rank", "ec_transfer_params", "kv_transfer_params", "routed_dp_rank"}
+    | {"custom_labels", "ngram_corpus_id"}
 )
 """Which of many servers answers, at OpenRouter, LiteLLM, SGLang and vLLM: there is one."""
 CACHES = frozenset({"cache_control", "cache_prompt", "cache_salt", "extra_key", "id_slot"})
@@ -28,6 +29,8 @@ HINTS = frozenset(
     | {"guided_decoding_backend", "stream_reasoning", "image_config", "mm_processor_kwargs"}
     | {"media_io_kwargs", "return_cached_tokens_details", "log_metrics", "timings_per_token"}
     | {"return_progress", "use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch"}
+    | {"images_config", "return_mm_kwargs", "return_token_offsets", "stream_interval"}
+    | {"routed_experts_prompt_start", "routed_experts_start_len"}
 )
 """Wishes that a server need not fill, and options of parts that are not there."""
 
@@ -47,6 +50,7 @@ SAMPLERS = {
     "top_a": Refused(_SAMPLER),
     "typical_p": Refused(_SAMPLER, _IDENTITY),
     "use_beam_search": Refused("sampling is one token at a time; give n samples"),
+    "watermarking": Refused("samples carry no mark; leave it out"),
     "xtc_probability": Refused(_SAMPLER),
 }
 """Ways to draw tokens."""
@@ -61,13 +65,16 @@ CODE = {
 _NOT_HERE = "leave it out"
 ANSWERS = {
     "guided_whitespace_pattern": Refused("blanks in JSON follow the grammar; leave it out"),
+    "logprob_token_ids": Refused("give top_logprobs, or allowed_token_ids"),
     "lora_path": Refused("give the name of a loaded adapter as model"),
     "return_hidden_states": Refused(f"answers have no hidden states; {_NOT_HERE}"),
+    "return_meta_info": Refused(f"answers have usage alone; {_NOT_HERE}"),
+    "return_prompt_text": Refused("ask /v1/completions with the text, or for return_token_ids"),
+    "return_prompt_token_ids": Refused("give return_token_ids, which tells them, too"),
     "return_routed_experts": Refused(f"answers have no routing; {_NOT_HERE}"),
     "session_params": Refused("nothing is kept from call to call; send the whole conversation"),
     "stop_regex": Refused("give texts in stop, or regex for the whole answer"),
     "structural_tag": Refused("give a schema, a regex or a grammar for the whole answer"),
-    "truncation_side": Refused("a prompt is cut at its beginning; give left", ("left",)),
 }
 """What an answer is, or has beside its text."""
 
@@ -86,6 +93,7 @@ CHAT_REFUSED = REFUSED | {
     "moderation": Refused("nothing is moderated here; leave it out"),
     "plugins": Refused(_HOSTED),
     "separate_reasoning": Refused("reasoning is told apart; leave it out", (True,)),
+    "task": Refused("say in words what is to be done"),
     "web_search_options": Refused(_HOSTED),
 }
 TEXT_REFUSED = REFUSED | {

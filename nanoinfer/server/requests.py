@@ -9,7 +9,6 @@ Messages and tools of chats: chat_messages.py; what goes to their template: temp
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, Self
 
@@ -17,9 +16,10 @@ from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, mod
 
 from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
 from nanoinfer.server.chat_messages import ChatMessage, NamedTool, OfferedTool, Text
+from nanoinfer.server.grammar_fields import GrammarFields
 from nanoinfer.server.harmless import CHAT_REFUSED, HARMLESS, TEXT_REFUSED
 from nanoinfer.server.media import refusals
-from nanoinfer.server.strict_body import Refused, StrictBody
+from nanoinfer.server.strict_body import StrictBody
 from nanoinfer.server.template_fields import TemplateFields
 from nanoinfer.server.tool_calls import call_schema
 
@@ -32,8 +32,7 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-def _unless_flag(given: Any) -> Any:
-    return None if isinstance(given, bool) else given  # OpenRouter's flag of that name
+StopTexts = Annotated[list[Text], Field(max_length=16), BeforeValidator(_as_list)]
 
 
 class StreamOptions(StrictBody):
@@ -47,42 +46,7 @@ class UsageAsked(StrictBody):
     include: StrictBool = False
 
 
-class StructuredOutputs(StrictBody):
-    """What an answer must match, by one of the forms: vLLM's name for `guided_*`."""
-
-    ignored = frozenset({"disable_fallback"})
-    refused = {  # noqa: RUF012
-        "disable_additional_properties": Refused("say so in the schema"),
-        "disable_any_whitespace": Refused("blanks in JSON follow the grammar; leave it out"),
-        "structural_tag": Refused("give a schema, a regex or a grammar for the whole answer"),
-        "whitespace_pattern": Refused("blanks in JSON follow the grammar; leave it out"),
-    }
-    schema_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
-    grammar: Text | None = None
-    json_object: StrictBool = False
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if len(self.grammars()) != 1:
-            raise ValueError("give one of json, regex, choice, grammar, json_object")
-        return self
-
-    def grammars(self) -> list[Grammar]:
-        return [
-            *([] if self.schema_ is None else [Grammar("json_schema", _text(self.schema_))]),
-            *([Grammar("regex", self.regex)] if self.regex else []),
-            *([Grammar("choice", choices=tuple(self.choice))] if self.choice else []),
-            *([Grammar("lark", self.grammar)] if self.grammar else []),
-            *([Grammar("json_schema", ANY_OBJECT)] if self.json_object else []),
-        ]
-
-
-ANY_OBJECT = '{"type": "object"}'
-
-
-class Sampling(StrictBody, ABC):
+class Sampling(GrammarFields, ABC):
     """The fields that chat and plain completions share."""
 
     ignored = HARMLESS
@@ -97,8 +61,8 @@ class Sampling(StrictBody, ABC):
     n: int = Field(1, ge=1, strict=True)
     best_of: int | None = Field(None, ge=1, strict=True)
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED, strict=True)
-    stop: Annotated[list[Text], Field(max_length=16), BeforeValidator(_as_list)] = []
-    stop_token_ids: list[_TokenId] = []
+    stop: StopTexts = Field(default_factory=list)
+    stop_token_ids: list[_TokenId] = Field(default_factory=list)
     ignore_eos: StrictBool = False
     include_stop_str_in_output: StrictBool = False
     no_stop_trim: StrictBool = False
@@ -112,14 +76,6 @@ class Sampling(StrictBody, ABC):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: list[_TokenId] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: Text | None = None
-    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
-    guided_grammar: Text | None = None
-    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(_unless_flag)] = None
-    regex: Text | None = None
-    ebnf: Text | None = None
-    """SGLang's names of `guided_regex` and `guided_grammar`."""
     priority: int = Field(0, strict=True)
     request_id: Text | None = None
     """The name by which /abort finds it; default: the answer's id."""
@@ -133,7 +89,9 @@ class Sampling(StrictBody, ABC):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
     """Score the prompt, and tell so many likeliest tokens beside each of its own."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, strict=True)
-    """Keep the last tokens of a longer prompt; -1: so many as leave room for the answer."""
+    """Keep so many tokens of a longer prompt; -1: what leaves room for the answer."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where tokens are taken away."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -170,28 +128,6 @@ class Sampling(StrictBody, ABC):
     def num_top(self) -> int | None:
         """Likeliest tokens to report at each position; None: no log-probs at all."""
 
-    def grammars(self) -> list[Grammar]:
-        """Everything that the answer must match."""
-        patterns = [one for one in (self.guided_regex, self.regex) if one]
-        grammars = [one for one in (self.guided_grammar, self.ebnf) if one]
-        return [
-            *([] if self.guided_json is None else [_schema(self.guided_json)]),
-            *(Grammar("regex", one) for one in patterns),
-            *([Grammar("choice", choices=tuple(self.guided_choice))] if self.guided_choice else []),
-            *(Grammar("lark", one) for one in grammars),
-            *(self.structured_outputs.grammars() if self.structured_outputs else []),
-        ]
-
-    def grammar(self) -> Grammar | None:
-        """`ValueError` where there are several."""
-        found = self.grammars()
-        if len(found) > 1:
-            raise ValueError(
-                "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, "
-                "response_format and a forced tool_choice exclude each other: give one"
-            )
-        return found[0] if found else None
-
     def params(self, max_tokens: int, seed: int) -> SamplingParams:
         """The engine's parameters, for a prompt that leaves room for `max_tokens`. `seed` is for
         requests that give none."""
@@ -226,7 +162,9 @@ class Sampling(StrictBody, ABC):
         most = self.truncate_prompt_tokens
         if most == -1:
             most = max(1, room - (max_tokens or 1))
-        return ids if most is None else ids[-most:]
+        if most is None:
+            return ids
+        return ids[-most:] if self.truncation_side == "left" else ids[:most]
 
 
 def _as_prompts(given: Any) -> Any:
@@ -274,31 +212,6 @@ class Completion(Sampling):
         return self.logprobs
 
 
-class JsonSchema(StrictBody):
-    ignored = frozenset({"description", "name", "strict"})
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(StrictBody):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """Of a json_object, as llama.cpp and Together have it."""
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise refusals([(("json_schema",), "type json_schema needs it", None)])
-        return self
-
-    def grammars(self) -> list[Grammar]:
-        if self.json_schema is not None and self.type == "json_schema":
-            return [_schema(self.json_schema.schema_)]
-        if self.type == "json_object":
-            return [_schema(ANY_OBJECT if self.schema_ is None else self.schema_)]
-        return []
-
-
 class AllowedTools(StrictBody):
     """Some of the tools that are offered."""
 
@@ -334,9 +247,8 @@ class ChatCompletion(Sampling, TemplateFields):
     max_completion_tokens: int | None = Field(None, ge=1, strict=True)
     logprobs: StrictBool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
-    tools: list[OfferedTool] = []
+    tools: list[OfferedTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolMode(type="auto")
-    response_format: ResponseFormat | None = None
     add_generation_prompt: StrictBool | None = None
     """False: the prompt ends with the last message, without the opening of an answer."""
     continue_final_message: StrictBool = False
@@ -402,7 +314,7 @@ class ChatCompletion(Sampling, TemplateFields):
             if not specs:
                 raise ValueError("tool_choice: asks for a call, but tools is empty")
             found.append(Grammar("json_schema", call_schema(specs, self.forced_name)))
-        return [*found, *(self.response_format.grammars() if self.response_format else [])]
+        return found
 
 
 class Generate(StrictBody):
@@ -411,7 +323,7 @@ class Generate(StrictBody):
 
     ids: list[_TokenId]
     request_id: Text | None = None
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     stream: StrictBool = False
     priority: int = Field(0, strict=True)
 
@@ -427,7 +339,7 @@ class TokenGenerate(StrictBody):
     model: str | None = None
     request_id: Text | None = None
     token_ids: list[_TokenId]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
     stream: Literal[False] = False
     priority: int = Field(0, strict=True)
     sampled: dict[str, Any] | None = None
@@ -526,14 +438,6 @@ def _check_types(where: str, fields: dict[str, Any]) -> None:
     for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
         if any(type(item) is not kind for item in fields.get(name) or ()):
             raise ValueError(f"{where}.{name}: every entry must be of type {kind.__name__}")
-
-
-def _schema(value: dict[str, Any] | str) -> Grammar:
-    return Grammar("json_schema", _text(value))
-
-
-def _text(value: dict[str, Any] | str) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _tuple(values: list[int] | None) -> tuple[int, ...] | None:

@@ -12,14 +12,17 @@ Left out: rules over several fields, which hold only for objects whose fields ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
 from pydantic import model_validator as validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+MAX_TOLD = 30
+"""Faults that are told in one error."""
+MAX_NAME = 200
 UNKNOWN, REFUSED = "unknown_field", "refused_field"
 Standing = Literal["done", "ignored", "refused", "unknown"]
 
@@ -86,61 +89,65 @@ class StrictBody(BaseModel):
             return PydanticCustomError(REFUSED, refused.why)  # type: ignore[arg-type]  # no literal
         if name in cls.own_names():
             return None
-        told = f"unknown field; remove it{_or_nearest(name, cls._all_names())}"
-        return PydanticCustomError(UNKNOWN, told)  # type: ignore[arg-type]  # no literal
+        return PydanticCustomError(UNKNOWN, "unknown field; remove it", {"body": cls})
 
     @classmethod
-    def _all_names(cls) -> set[str]:
-        return cls.own_names() | cls.ignored | cls.refused.keys()
-
-
-def _or_nearest(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, sorted(known), 1, cutoff=0.75)
-    return f", or write {near[0]}" if near else ""
+    def nearest(cls, name: str) -> str | None:
+        """The known name that is most like an unknown one, where one is."""
+        known = sorted(cls.own_names() | cls.ignored | cls.refused.keys())
+        near = get_close_matches(name, known, 1, cutoff=0.75) if len(name) < MAX_NAME else []
+        return near[0] if near else None
 
 
 def _details(error: ValidationError) -> list[InitErrorDetails]:
     """The faults of an error, to be told among others."""
     return [
         {
-            "type": PydanticCustomError(one["type"], one["msg"]),  # type: ignore[arg-type]
+            "type": PydanticCustomError(
+                one["type"],  # type: ignore[arg-type]  # pydantic's own names are no literals here
+                one["msg"],  # type: ignore[arg-type]
+                one.get("ctx") if one["type"] == UNKNOWN else None,
+            ),
             "loc": one["loc"],
             "input": one["input"],
         }
-        for one in error.errors(include_url=False, include_context=False)
+        for one in error.errors(include_url=False)
     ]
 
 
 def explained(error: ValidationError, body: Any) -> tuple[str, str]:
     """(message, name of the first field) of all that is wrong with `body`. Names lead from key to
     key of the body; of the alternatives that a value could have been, the one it came furthest
-    with is told."""
+    with is told. Of very many faults the first are."""
     told: dict[str, str] = {}
-    for one in error.errors(include_url=False, include_context=False):
+    count = error.error_count()
+    for one in error.errors(include_url=False)[:MAX_TOLD]:
         name = _path(one["loc"], body, is_missing=one["type"] == "missing")
-        told.setdefault(name, _sentence(one["type"], one["msg"], one["input"]))
+        told.setdefault(name[:MAX_NAME], _sentence(one))
     names = [name for name in told if not any(other.startswith(f"{name}.") for other in told)]
     sentences = [f"{name}: {told[name]}" if name else told[name] for name in names]
     if len(sentences) == 1:
         return sentences[0], names[0]
-    return f"{len(sentences)} fields cannot be: {'; '.join(sentences)}", names[0]
+    more = f"; and {count - MAX_TOLD} more" if count > MAX_TOLD else ""
+    return f"{len(sentences)} fields cannot be: {'; '.join(sentences)}{more}", names[0]
 
 
-def _sentence(kind: str, message: str, value: Any) -> str:
-    if kind in ("missing", "value_error", UNKNOWN, REFUSED):
+def _sentence(one: ErrorDetails) -> str:
+    kind, message = one["type"], one["msg"]
+    if kind == UNKNOWN:
+        near = one["ctx"]["body"].nearest(str(one["loc"][-1]))
+        return f"{message}, or write {near}" if near else message
+    if kind in ("missing", "value_error", REFUSED):
         return message.removeprefix("Value error, ")
-    return f"{message}, not {str(value)[:100]!r}"
+    return f"{message}, not {str(one['input'])[:100]!r}"
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
     """The keys of `loc`; what else it has names alternatives."""
     keys, value = [], body
     for key in loc[:-1] if is_missing else loc:
-        if isinstance(value, Mapping) and key in value:
+        is_place = isinstance(value, list) and isinstance(key, int) and key < len(value)
+        if is_place or (isinstance(value, Mapping) and key in value):
             value = value[key]
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            value = value[key]
-        else:
-            continue
-        keys.append(str(key))
+            keys.append(str(key))
     return ".".join([*keys, str(loc[-1])] if is_missing else keys)

@@ -5,8 +5,9 @@
     {"thinking": {"type": "disabled"}}                            DeepSeek's, Anthropic's
 
 All become variables of the template: `reasoning_effort` as it was given, `enable_thinking` (and
-`thinking`, which some templates call it) where thinking is turned on or off. Which of them a model
-knows, its template says. Left out: limits of how long a model thinks.
+`thinking`, which some templates call it) where thinking is turned on or off, which an effort does
+as in vLLM. Which of them a model knows, its template says. Left out: limits of how long a model
+thinks.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+Variables = Annotated[dict[str, Any], AfterValidator(checked_variables)]
+
+
 class Thinking(BaseModel):
     """A switch; what else it holds, such as a budget, is not read."""
 
@@ -61,7 +65,7 @@ class Reasoning(StrictBody):
 class TemplateFields(StrictBody):
     """The fields; `variables` is what they say."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(checked_variables)] = {}
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     documents: list[dict[str, str]] | None = None
     enable_thinking: StrictBool | None = None
     include_reasoning: StrictBool = True
@@ -81,14 +85,18 @@ class TemplateFields(StrictBody):
             is_on = self.thinking.is_on
         if is_on is None:
             is_on = self.reasoning.enabled
-        made = thinking_variables(self.reasoning_effort or self.reasoning.effort, is_on)
+        effort = self.reasoning_effort or self.reasoning.effort
+        if is_on is None and effort is not None:
+            is_on = effort != "none"
+        made = thinking_variables(effort, is_on)
         if self.documents is not None:
             made["documents"] = self.documents
         return made | self.chat_template_kwargs
 
 
 def thinking_variables(effort: str | None, is_on: bool | None) -> dict[str, Any]:
-    """Variables that say how much to think, or whether; None says nothing."""
+    """Variables that say how much to think, or whether; None says nothing. An effort alone turns
+    nothing on: some clients send one always."""
     if is_on is None and effort == "none":
         is_on = False
     made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
