@@ -76,7 +76,8 @@ def _as_blocks(content: Any) -> Any:
 
 
 def _as_text(block: Any) -> Any:
-    """The text of a block that is nothing else, as a block; others as they are."""
+    """The text of a block that is nothing else, as a block; others as they are. A document's ends
+    with its line: what stands behind it is another text."""
     kind = block.get("type") if isinstance(block, dict) else None
     match kind:
         case "tool_reference":
@@ -97,7 +98,8 @@ def _as_text(block: Any) -> Any:
             return block
     if not all(part is None or isinstance(part, str) for part in parts):
         return block
-    return {"type": "text", "text": "\n".join(part for part in parts if part)}
+    lines = "".join(f"{part}\n" for part in parts if part)
+    return {"type": "text", "text": lines if kind in ("document", "search_result") else lines[:-1]}
 
 
 def _plain(content: Any) -> Any:

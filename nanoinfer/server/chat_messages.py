@@ -126,7 +126,7 @@ class ChatMessage(StrictBody):
 
     ignored = NOTES | {
         *("annotations", "audio", "function_call", "parsed", "phase", "reasoning_details"),
-        *("refusal", "status", "thinking_blocks"),
+        *("reasoning_items", "refusal", "status", "thinking_blocks"),
     }
     refused = {"images": Refused("this model reads text; leave it out")}  # noqa: RUF012
     role: Literal["system", "developer", "user", "assistant", "tool"]
