@@ -281,7 +281,8 @@ def test_what_a_body_means(name: str) -> None:
 
 COMPLETIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openai: legacy": (
-        {"suffix": None, "best_of": 1, "logprobs": 0, "user": "me"}, {"top_logps": 0},
+        {"suffix": None, "best_of": 1, "logprobs": 0, "user": "me"},
+        {"top_logps": 0},
     ),
     "openai: best_of that is n": ({"best_of": 3, "n": 3}, {"n": 3}),
     "lm-eval: scores alone": ({"max_tokens": 0, "echo": True, "logprobs": 1}, {"top_logps": 1}),
@@ -495,8 +496,8 @@ PATCH = {
 
 def test_a_freeform_tool_is_offered_as_a_function_and_called_as_itself() -> None:
     dialect = ResponsesDialect(TOKENIZER)
-    call = dialect.read({"input": "hi", "tools": [PATCH], "tool_choice": {"type": "custom",
-                                                                         "name": "apply_patch"}})  # fmt: skip
+    choice = {"type": "custom", "name": "apply_patch"}
+    call = dialect.read({"input": "hi", "tools": [PATCH], "tool_choice": choice})
     (tool,) = call.tools
     assert tool["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
     assert tool["function"]["description"] == (

@@ -162,7 +162,7 @@ return_tokens_as_token_ids routed_experts_prompt_start session_id skip_special_t
 spaces_between_special_tokens stop_token_ids stream_interval structured_outputs
 thinking_token_budget top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs
 watermarking guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
-guided_whitespace_pattern structural_tag logits_processors""".split()
+guided_whitespace_pattern structural_tag logits_processors"""
 SGLANG = """bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs
 continue_final_message custom_logit_processor custom_params data_parallel_rank
 disagg_prefill_dp_rank ebnf extra_key ignore_eos images_config input_ids lora_path
@@ -170,10 +170,10 @@ max_dynamic_patch min_dynamic_patch min_p min_tokens ngram_corpus_id no_stop_tri
 repetition_penalty return_cached_tokens_details return_hidden_states return_meta_info
 return_prompt_token_ids return_routed_experts return_token_ids rid routed_dp_rank
 routed_experts_start_len separate_reasoning session_id session_params skip_special_tokens
-stop_regex stop_token_ids stream_reasoning task top_k use_audio_in_video""".split()
+stop_regex stop_token_ids stream_reasoning task top_k use_audio_in_video"""
 OPENROUTER = """debug image_config include_reasoning min_p models plugins provider reasoning
 repetition_penalty route session_id structured_outputs top_a top_k trace transforms usage
-verbosity""".split()
+verbosity"""
 
 
 def files_of(package: str, files: dict[str, dict[str, list[type[StrictBody]]]], folder: str):
@@ -233,10 +233,10 @@ def test_no_field_of_a_clients_types_is_unknown(
 @pytest.mark.parametrize(
     ("fields", "bodies"),
     [
-        (VLLM, [CHAT, RECORDED]),
-        (SGLANG, [CHAT, RECORDED]),
-        (OPENROUTER, [CHAT, RECORDED]),
-        (set(VLLM) & set(SGLANG), [requests.Completion]),
+        (VLLM.split(), [CHAT, RECORDED]),
+        (SGLANG.split(), [CHAT, RECORDED]),
+        (OPENROUTER.split(), [CHAT, RECORDED]),
+        (sorted({*VLLM.split()} & {*SGLANG.split()}), [requests.Completion]),
     ],
     ids=["vllm", "sglang", "openrouter", "completions"],
 )
