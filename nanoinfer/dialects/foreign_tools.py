@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, model_validator
 
 from nanoinfer.dialects.exchange import Json
 from nanoinfer.server.media import refusals
@@ -21,20 +23,21 @@ CLIENTS_OWN += ("str_replace", "text_editor")
 INPUT = "input"
 
 
-def is_left_out(kind: str) -> bool:
-    """True for the type of a tool that a model need not be told of."""
-    return kind.startswith(SEARCHES)
+class ForeignTool(BaseModel):
+    """One that the API's own server runs, or that the API defines. It is left out, or refused with
+    what to offer instead; its other fields are not read."""
 
+    type: str
 
-def refuse_tool(kind: object) -> None:
-    """`ValidationError` that says what to offer instead of a tool of this type."""
-    is_own = isinstance(kind, str) and kind.startswith(CLIENTS_OWN)
-    why = (
-        f"{kind}: the API defines it; offer it as a function, with a schema"
-        if is_own
-        else f"{kind}: this server runs no tools; offer it as a function that the client runs"
-    )
-    raise refusals([(("type",), why, kind)])
+    @model_validator(mode="after")
+    def _is_left_out(self) -> Self:
+        if self.type.startswith(SEARCHES):
+            return self
+        if self.type.startswith(CLIENTS_OWN):
+            why = "the API defines it; offer it as a function, with a schema"
+        else:
+            why = "this server runs no tools; offer it as a function that the client runs"
+        raise refusals([(("type",), f"{self.type}: {why}", self.type)])
 
 
 def freeform_spec(name: str, description: str | None, form: Mapping[str, Any] | None) -> Json:

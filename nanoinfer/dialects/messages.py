@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Discriminator,
     Field,
@@ -39,7 +38,7 @@ from nanoinfer.dialects.exchange import (
     forced_tool,
     read_arguments,
 )
-from nanoinfer.dialects.foreign_tools import is_left_out, refuse_tool
+from nanoinfer.dialects.foreign_tools import ForeignTool
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES
 from nanoinfer.server.harmless import HARMLESS
@@ -213,25 +212,13 @@ class MessagesTool(StrictBody):
         return {"type": "function", "function": function}
 
 
-class OtherTool(BaseModel):
-    """One that Anthropic runs or defines."""
-
-    type: str
-
-    @model_validator(mode="after")
-    def _is_left_out(self) -> Self:
-        if not is_left_out(self.type):
-            refuse_tool(self.type)
-        return self
-
-
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "custom" if kind in (None, "custom") or not isinstance(kind, str) else "other"
 
 
 OfferedTool = Annotated[
-    Annotated[MessagesTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+    Annotated[MessagesTool, Tag("custom")] | Annotated[ForeignTool, Tag("other")],
     Discriminator(_tool_kind),
 ]
 
@@ -297,7 +284,7 @@ class Prompt(StrictBody):
 
     def left_out(self) -> list[str]:
         """Types of tools that are not offered to the model."""
-        return sorted({tool.type for tool in self.tools if isinstance(tool, OtherTool)})
+        return sorted({tool.type for tool in self.tools if isinstance(tool, ForeignTool)})
 
     def variables(self) -> Json:
         is_on = None if self.thinking is None else self.thinking.is_on

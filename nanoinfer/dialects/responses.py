@@ -42,11 +42,10 @@ from nanoinfer.dialects.exchange import (
     forced_tool,
 )
 from nanoinfer.dialects.foreign_tools import (
+    ForeignTool,
     freeform_arguments,
     freeform_spec,
     freeform_text,
-    is_left_out,
-    refuse_tool,
 )
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES, Text
@@ -211,18 +210,6 @@ class CustomTool(StrictBody):
         return freeform_spec(self.name, self.description, self.format)
 
 
-class OtherTool(BaseModel):
-    """One that OpenAI runs or defines."""
-
-    type: str
-
-    @model_validator(mode="after")
-    def _is_left_out(self) -> Self:
-        if not is_left_out(self.type):
-            refuse_tool(self.type)
-        return self
-
-
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return kind if kind in ("function", "custom", "namespace") else "other"
@@ -231,7 +218,7 @@ def _tool_kind(tool: Any) -> str:
 PlainTool = Annotated[
     Annotated[FlatTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
-    | Annotated[OtherTool, Tag("other")],
+    | Annotated[ForeignTool, Tag("other")],
     Discriminator(_tool_kind),
 ]
 
@@ -249,7 +236,7 @@ Tool = Annotated[
     Annotated[FlatTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
+    | Annotated[ForeignTool, Tag("other")],
     Discriminator(_tool_kind),
 ]
 
@@ -277,14 +264,14 @@ Item = Annotated[
 ]
 
 
-class Offer(NamedTuple):
+class Offering(NamedTuple):
     """A tool as the model knows it, and as its client does."""
 
     spec: Json
     form: ToolForm
 
 
-def _offers(tools: Sequence[Any], namespace: str | None = None) -> Iterator[Offer]:
+def _offers(tools: Sequence[Any], namespace: str | None = None) -> Iterator[Offering]:
     for tool in tools:
         if isinstance(tool, Namespace):
             yield from _offers(tool.tools, tool.name)
@@ -292,7 +279,7 @@ def _offers(tools: Sequence[Any], namespace: str | None = None) -> Iterator[Offe
             spec = tool.spec()
             spec["function"]["name"] = offered_name(tool.name, namespace)
             is_freeform = isinstance(tool, CustomTool)
-            yield Offer(
+            yield Offering(
                 spec, ToolForm(name=tool.name, namespace=namespace, is_freeform=is_freeform)
             )
 
@@ -370,7 +357,7 @@ class ResponseRequest(StrictBody):
             )  # fmt: skip
         return given.removeprefix(PREFIX)
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Offering]:
         """The tools; none where they must not be used."""
         choice = self.tool_choice
         if choice.type == "none":
@@ -379,7 +366,7 @@ class ResponseRequest(StrictBody):
 
     def left_out(self) -> list[str]:
         """Types of tools that are not offered to the model."""
-        return sorted({tool.type for tool in self._tools() if isinstance(tool, OtherTool)})
+        return sorted({tool.type for tool in self._tools() if isinstance(tool, ForeignTool)})
 
     def _tools(self) -> list[Any]:
         later = [item.tools for item in self.input if isinstance(item, MoreToolsItem)]

@@ -2,7 +2,7 @@
 
 Every field is done, without effect, or refused by name, and one error tells all that is wrong with
 a body (strict_body.py); which fields of other servers and clients are what: harmless.py, and the
-table in docs/inference_bodies.md. A null is a field left out.
+table in docs/request_fields.md. A null is a field left out.
 /inference/v1/generate is vLLM's (its GenerateRequest): token ids in, token ids out.
 Messages and tools of chats: chat_messages.py; what goes to their template: template_fields.py.
 """

@@ -23,7 +23,9 @@ USER = {"role": "user", "content": "hi"}
 
 def recording_of(*said: str | Output) -> tuple[Recording, ScriptedGenerator]:
     generator = ScriptedGenerator(TOKENIZER, [*said])
-    return Recording(generator, TOKENIZER, limits=LIMITS, sampling=SamplingParams(seed=5)), generator
+    return Recording(
+        generator, TOKENIZER, limits=LIMITS, sampling=SamplingParams(seed=5)
+    ), generator
 
 
 def answers(recording: Recording, *calls: ApiCall) -> list[Sampled]:
