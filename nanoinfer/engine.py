@@ -122,9 +122,10 @@ class LLMEngine:
         seq.adapter_key = self._adapters.key(params.adapter)
         if params.is_edited:
             matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
-            seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
+            seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher, seq.stop_ids)
         if params.wants_text:
-            seq.text = TextStream(self._need_tokenizer("stop or detokenize"), params.stop)
+            tokenizer = self._need_tokenizer("stop or detokenize")
+            seq.text = TextStream.of(tokenizer, params)
         if sampled is not None:
             self._check_tokens("sampled.ids", sampled.ids)
             seq.resume(sampled)
@@ -388,6 +389,7 @@ class LLMEngine:
     def _check_params(self, params: SamplingParams) -> None:
         self._adapters.check(params.adapter)
         params.check_ids(self.model.config.vocab_size)
+        params.check_can_go_on(self._eos_ids)
         if params.wants_text:
             self._need_tokenizer("stop or detokenize")
         if params.grammar is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,12 +36,19 @@ from nanoinfer.params import Grammar, SamplingParams
 
 
 class LogitEdits:
-    """The edits that one request wants. `ids` is the request's own growing list, prompt first."""
+    """The edits that one request wants. `ids` is the request's own growing list, prompt first;
+    `stop_ids` are barred until it has sampled `min_tokens`."""
 
     def __init__(
-        self, ids: list[int], num_prompt: int, params: SamplingParams, matcher: Matcher | None
+        self,
+        ids: list[int],
+        num_prompt: int,
+        params: SamplingParams,
+        matcher: Matcher | None,
+        stop_ids: Iterable[int] = (),
     ) -> None:
         self.matcher = matcher
+        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
         self._ids = ids
         self._num_prompt = num_prompt
         self._params = params
@@ -77,9 +84,15 @@ class LogitEdits:
 
     def allowed(self, vocab: int) -> Tensor | None:
         """Boolean [vocab] of what may be sampled; None: everything."""
+        may_stop = len(self._ids) - self._num_prompt >= self._params.min_tokens
         if self._allowed is not None:
-            return torch.zeros(vocab, dtype=torch.bool).index_fill_(0, self._allowed, True)
-        return None if self.matcher is None else self.matcher.allowed()
+            allowed = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, self._allowed, True)
+        elif may_stop:
+            return None if self.matcher is None else self.matcher.allowed()
+        else:
+            allowed = torch.ones(vocab, dtype=torch.bool)
+        barred = self._stop_ids[self._stop_ids < vocab]
+        return allowed if may_stop else allowed.index_fill_(0, barred, False)
 
 
 @dataclass(frozen=True)
@@ -239,7 +252,7 @@ class GrammarCompiler:
         if grammar.kind == "choice":
             texts = " | ".join(json.dumps(text) for text in grammar.choices)
             return str(make.grammar_from_lark(f"start: {texts}"))
-        return str(make.grammar_from_lark(grammar.value))
+        return str(make.grammar_from_lark(_as_lark(grammar)))
 
 
 def _problem_of_a_step(walker: Any) -> str:
@@ -260,6 +273,18 @@ def _readable(tokenizer: str) -> str:
         return tokenizer
     fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
     return json.dumps(fields)
+
+
+def _as_lark(grammar: Grammar) -> str:
+    """A grammar in Lark's form, where it came in llama.cpp's."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    if "::=" not in grammar.value:
+        return grammar.value
+    try:
+        return str(gbnf_to_lark(grammar.value))
+    except (GbnfToLarkError, ValueError, RecursionError) as error:
+        raise _refusal(grammar, str(error) or type(error).__name__) from None
 
 
 def _refusal(grammar: Grammar, problem: str) -> ValueError:

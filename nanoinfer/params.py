@@ -5,7 +5,7 @@ Options of the engine itself are in config.py; how a token is drawn from them, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -51,10 +51,11 @@ class SamplingParams:
 
     Log-probs of a greedy request are those of temperature 1.
     Logits are changed in this order: repetition penalty, presence and frequency penalty, bias,
-    allowed tokens or grammar, temperature, then top-k, top-p and min-p of what is left.
+    allowed tokens, grammar or `min_tokens`, temperature, then top-k, top-p and min-p of the rest.
     """
 
     max_tokens: int = 64
+    min_tokens: int = 0  # before so many no stop token can be sampled, and no stop text counts
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0
@@ -70,20 +71,27 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the completion; they are not part of `Output.text`
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop: bool = False  # `Output.text` ends with the stop text or token, not before it
     detokenize: bool = False  # fill `Output.text`; implied by `stop`
+    skip_special: bool = True  # control tokens are left out of `Output.text`
     top_logps: int = 0  # so many likeliest tokens are reported at each position
     prompt_logps: bool = False  # score the prompt too; it is then never taken from the cache
     logps_mode: LogpsMode = "tempered"  # what a trainer needs; "raw" reports those of temperature 1
     adapter: str = ""  # a LoRA adapter that the engine has loaded; empty: the model alone
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed", "n", "top_logps"):
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "n", "top_logps"):
             value = getattr(self, name)
             if not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r}: must be an integer")
             object.__setattr__(self, name, int(value))  # numpy's would wrap or overflow later
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens}: must be from 0 (off) to "
+                f"max_tokens={self.max_tokens}"
+            )
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={self.temperature}: must be 0 (greedy) or between "
@@ -129,6 +137,11 @@ class SamplingParams:
             raise ValueError(
                 "allowed_token_ids and grammar: together they may allow nothing; give one of them"
             )
+        if self.min_tokens and self.grammar is not None:
+            raise ValueError(
+                f"min_tokens={self.min_tokens}: a grammar says where an answer ends; put its "
+                "length into the grammar"
+            )
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop={self.stop!r}: must be a tuple of texts, none of them empty")
 
@@ -147,6 +160,19 @@ class SamplingParams:
                         f"{name}: token {token} is outside the vocabulary of {vocab_size}"
                     )
 
+    def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end the completion, with a model's own."""
+        return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
+
+    def check_can_go_on(self, eos_ids: Iterable[int]) -> None:
+        """`ValueError` where only tokens that end the completion are allowed before it may end."""
+        allowed = self.allowed_token_ids
+        if self.min_tokens and allowed is not None and self.stop_ids(eos_ids) >= set(allowed):
+            raise ValueError(
+                f"min_tokens={self.min_tokens}: allowed_token_ids has no token that does not end "
+                "the answer; add one"
+            )
+
     @property
     def logps_temperature(self) -> float:
         """The temperature of the reported log-probs; 0 stands for 1, too."""
@@ -162,6 +188,7 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.grammar is not None
+            or self.min_tokens
         )
 
     @property

@@ -76,9 +76,7 @@ class Sequence:
         self.prompt_top_logps: list[list[tuple[int, float]]] = []  # where both
         self.versions: list[int] = []
         self.cache_versions: list[int] = []
-        self.stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(eos_ids)
-        )
+        self.stop_ids = params.stop_ids(eos_ids)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_cached_tokens: int | None = (
@@ -155,6 +153,8 @@ class Sequence:
         self.cache_versions.append(cache_version)
         if token in self.stop_ids:
             self._finish("stop", token)
+            if self.text is not None and self.params.include_stop:
+                self.text.push(token)
         elif self.text is not None and (text := self.text.push(token)) is not None:
             self._finish("stop", text)
         elif self.num_sampled >= self.params.max_tokens:

@@ -8,6 +8,7 @@ and the search looks at text, never at tokens.
 from __future__ import annotations
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.params import SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character yet decode to
 _MAX_WINDOW = 8  # tokens decoded again with each new one; a longer window begins anew
@@ -15,15 +16,24 @@ _MAX_HELD = 8  # tokens without a complete character before broken bytes are giv
 
 
 class TextStream:
-    """The text of one completion; control tokens are left out of it, but for `skip_special`."""
+    """The text of one completion. Control tokens are left out of it if they are to be skipped, and
+    stop texts that begin among the first `min_tokens` are none."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True
+        self,
+        tokenizer: ChatTokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self.text = ""
         self._skip_special = skip_special
         self._tokenizer = tokenizer
         self._stop = stop
+        self._min_tokens, self._num_free_chars = min_tokens, 0
+        self._keeps_stop, self._skip_special = keeps_stop, skip_special
         self._longest = max(map(len, stop), default=1)
         self._ids: list[int] = []
         # Some decoders treat the first token of a text differently, so new tokens are decoded
@@ -32,8 +42,20 @@ class TextStream:
         self._start = self._read = 0
         self._shown = ""
 
+    @classmethod
+    def of(cls, tokenizer: ChatTokenizer, params: SamplingParams) -> TextStream:
+        """The text that a request asks for."""
+        return cls(
+            tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            keeps_stop=params.include_stop,
+            skip_special=params.skip_special,
+        )
+
     def push(self, token: int) -> str | None:
-        """Take a token. Returns the stop text it completed; `text` then ends before that."""
+        """Take a token. Returns the stop text it completed; `text` then ends before that,
+        or with it."""
         self._ids.append(token)
         window = self._decoded(self._start)
         if window.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MAX_HELD:
@@ -61,12 +83,15 @@ class TextStream:
         before, self._read, self._shown = self._read, len(self._ids), window
         if self._read - self._start > _MAX_WINDOW:
             self._start, self._shown = before, self._decoded(before)
-        search_from = max(0, len(self.text) - self._longest + 1)
+        search_from = max(self._num_free_chars, len(self.text) - self._longest + 1)
         self.text += new
+        if len(self._ids) <= self._min_tokens:
+            self._num_free_chars = len(self.text)
+            return None
         found = [(self.text.find(stop, search_from), stop) for stop in self._stop]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:
             return None
         at, stop = min(hits)
-        self.text = self.text[:at]
+        self.text = self.text[: at + len(stop) if self._keeps_stop else at]
         return stop

@@ -105,19 +105,19 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. `ValueError` when the template itself rejects the messages."""
         bound = {
-            "tools": list(tools) if tools is not None else None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
             **self.variables,
             **(variables or {}),
+            "tools": list(tools) if tools is not None else None,
+            "add_generation_prompt": add_generation_prompt,
         }
         told = [_with_reasoning(message) for message in messages]
         try:
             try:
-                return self._template.render(messages=told, **bound)
+                return self._template.render(**{**bound, "messages": told})
             except TypeError:  # DeepSeek's adds the arguments of calls to a text
                 texts = [with_json_arguments(message) for message in told]
-                return self._template.render(messages=texts, **bound)
+                return self._template.render(**{**bound, "messages": texts})
         # A template that was not made for such messages adds a text to None, or loops over it.
         except (jinja2.exceptions.TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = [message.get("role") for message in messages]

@@ -163,12 +163,21 @@ class ChatForm:
         )
 
     def spoken(
-        self, tokenizer: ChatTokenizer, ids: Sequence[int], stop: Sequence[str]
+        self,
+        tokenizer: ChatTokenizer,
+        ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> tuple[str, str | None]:
-        """The text of sampled tokens, which `reply` reads, and the stop text that ended it."""
-        said = spoken_ids(tokenizer, ids, self.marks)
+        """The text of sampled tokens, which `reply` reads, and the stop text that ended it, which
+        is looked for behind the first `min_tokens`."""
+        is_ended = bool(ids) and ids[-1] in stop_ids
+        said = spoken_ids(tokenizer, ids[:-1] if is_ended else ids, self.marks)
         text = _as_streamed(tokenizer, said) if self.marks else tokenizer.decode(said)
-        places = [(text.find(one), one) for one in stop if one in text]
+        start = len(tokenizer.decode(ids[:min_tokens], skip_special=True)) if min_tokens else 0
+        places = [(text.find(one, start), one) for one in stop if text.find(one, start) >= 0]
         if not places:
             return text, None
         place, found = min(places)

@@ -63,16 +63,18 @@ def ids_after_turn(
     new: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> AfterTurn:
     """What to append to a turn: its end, where it has none of its own, then the `new` messages and
     all else up to the next turn of the assistant.
 
     `history` ends with the assistant's message; `last_id` is the last token of that turn, None for
-    an empty one. `tools` are those that the conversation opened with. `ValueError` if the template
-    refuses the conversation, does not print all of it, or does not say where a turn ends.
+    an empty one. `tools` and `variables` are those that the conversation opened with. `ValueError`
+    if the template refuses the conversation, does not print all of it, or does not say where a turn
+    ends.
     """
     opening = takewhile(lambda message: message["role"] != "assistant", history)
-    marked = _Marked(tokenizer, [*opening, history[-1]], tools)
+    marked = _Marked(tokenizer, [*opening, history[-1]], tools, variables)
     between = marked.ids_before(new)
     end = _first(between, tokenizer.eos_ids)
     if end is None:
@@ -117,9 +119,10 @@ class _Marked:
         tokenizer: ChatTokenizer,
         history: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools = tools
+        self._tools, self._variables = tools, variables
         self._mark = _new_mark()
         *opening, turn = history
         self._history = [*opening, _with_mark(turn, self._mark)]
@@ -158,7 +161,10 @@ class _Marked:
 
     def _render(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
         return self._tokenizer.render_masked(
-            [*self._history, *new], add_generation_prompt=bool(new), tools=self._tools
+            [*self._history, *new],
+            add_generation_prompt=bool(new),
+            tools=self._tools,
+            variables=self._variables,
         )
 
     def _behind(self, text: str) -> str:

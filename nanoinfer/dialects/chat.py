@@ -1,13 +1,15 @@
 """OpenAI's chat completions: `POST /v1/chat/completions`.
 
 Bodies are read as the project's own server reads them (nanoinfer/server/requests.py), with its
-extensions. Left out: images and audio.
+extensions but for those that would make a prompt or an answer no turn of an episode. Left out:
+images and audio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.dialects.exchange import (
     ApiAnswer,
@@ -19,15 +21,42 @@ from nanoinfer.dialects.exchange import (
     bearer_key,
     forced_tool,
 )
+from nanoinfer.server.chat_messages import ChatMessage
+from nanoinfer.server.harmless import CHAT_REFUSED
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs, reasoning_json
+from nanoinfer.server.strict_body import Refused
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Fields that the run decides."""
+_PROMPT = "an episode keeps its prompts as they were read; leave it out"
+_ANSWER = "an episode keeps its answers as they were sampled; leave it out"
+_IDS = "ask /inference/v1/generate, which speaks token ids"
+
+
+class RecordedChat(ChatCompletion):
+    """A chat whose tokens are kept."""
+
+    refused = CHAT_REFUSED | {
+        "add_generation_prompt": Refused(_PROMPT, (True,)),
+        "continue_final_message": Refused(_PROMPT),
+        "include_stop_str_in_output": Refused(_ANSWER),
+        "logprobs_mode": Refused("those of training are tempered; leave it out", ("tempered",)),
+        "no_stop_trim": Refused(_ANSWER),
+        "prompt_logprobs": Refused(_IDS, ()),
+        "return_token_ids": Refused(_IDS),
+        "return_tokens_as_token_ids": Refused(_IDS),
+        "skip_special_tokens": Refused(_ANSWER, (True,)),
+        "truncate_prompt_tokens": Refused(_PROMPT, ()),
+    }
+
+    def conflicts(self) -> dict[str, str]:
+        is_prefix = self.messages[-1].prefix
+        return super().conflicts() | {"messages": f"prefix: {_PROMPT}" if is_prefix else ""}
 
 
 class ChatDialect:
@@ -42,28 +71,30 @@ class ChatDialect:
         return bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
-        asked = read_json_body(body, ChatCompletion)
-        stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+        asked = read_json_body(body, RecordedChat)
         forced = None
         if asked.is_tool_forced:
-            named = asked.tool_choice
-            name = None if isinstance(named, str) else named.function.name
-            forced = forced_tool(asked.tool_specs(), name)
+            forced = forced_tool(asked.tool_specs(), asked.forced_name)
         try:
             grammar = None if asked.is_tool_forced else asked.grammar()
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         return ApiCall(
-            messages=[message.for_template() for message in asked.messages],
+            messages=[_said(message) for message in asked.messages],
             tools=asked.tool_specs(),
             forced_tool=forced,
+            variables=asked.variables(),
             max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            min_tokens=asked.min_tokens,
             n=asked.n,
-            stop=stop,
+            stop=tuple(asked.stop),
+            stop_token_ids=tuple(asked.stop_token_ids),
+            ignore_eos=asked.ignore_eos,
             grammar=grammar,
             num_top=asked.num_top,
             is_streamed=asked.stream,
             has_usage=asked.is_usage_wanted,
+            has_reasoning=asked.shows_reasoning,
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
         )
 
@@ -82,7 +113,7 @@ class ChatDialect:
 
         for index, reply in enumerate(answer.replies):
             yield chunk(index, {"role": "assistant", "content": ""})
-            if reply.reasoning:
+            if reply.reasoning and call.has_reasoning:
                 yield chunk(index, reasoning_json(reply.reasoning))
             if reply.text:
                 yield chunk(index, {"content": reply.text})
@@ -101,7 +132,7 @@ class ChatDialect:
 
     def _choice(self, call: ApiCall, index: int, reply: ApiReply) -> Json:
         message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
-        if reply.reasoning:
+        if reply.reasoning and call.has_reasoning:
             message |= reasoning_json(reply.reasoning)
         if reply.calls:
             message["content"] = reply.text or None
@@ -118,6 +149,12 @@ class ChatDialect:
             return None
         output = reply.output
         return chat_logprobs(self._tokenizer, output.ids, output.logps, output.top_logps)
+
+
+def _said(message: ChatMessage) -> Message:
+    """Without what it thought: an answer that comes back is found by what it said."""
+    shown = message.for_template()
+    return {name: value for name, value in shown.items() if name != "reasoning_content"}
 
 
 def _head(answer: ApiAnswer, kind: str) -> Json:

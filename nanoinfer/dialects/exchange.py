@@ -19,6 +19,17 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolForm:
+    """A tool as its client knows it, where a model is offered it as a plain function."""
+
+    name: str
+    namespace: str | None = None
+    """The set of tools that it is one of."""
+    is_freeform: bool = False
+    """The client wants a text instead of arguments: the one argument, `input`, of the function."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ApiCall:
     """One request of a client.
 
@@ -35,10 +46,17 @@ class ApiCall:
     """
     forced_tool: str | None = None
     """The answer must be a call of this tool, or of any where it is empty; None: as it likes."""
+    tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
+    """By their names in `tools`: those that the client knows otherwise."""
+    variables: Json = field(default_factory=dict)
+    """For the chat template, beside the run's own."""
     max_tokens: int | None = None
     """None leaves it to the limits of the episode."""
+    min_tokens: int = 0
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     grammar: Grammar | None = None
     """What the answer's text must match, as a JSON schema."""
     num_top: int | None = None
@@ -55,7 +73,8 @@ class ApiCall:
     """The first of `messages` is a system message of this call alone: a call that continues it has
     its own, or none."""
     ignored: tuple[str, ...] = ()
-    """Names of given fields that the run decides, not the client: temperature, top_p, seed."""
+    """Names of given fields that the run decides, not the client: temperature, top_p, seed; and of
+    tools that are not offered, since the API's own server would run them: web_search."""
 
     @property
     def has_bare_calls(self) -> bool:
@@ -117,8 +136,11 @@ def assistant_message(text: str, calls: Sequence[ApiToolCall], reasoning: str = 
 
 
 def read_arguments(text: str) -> Any:
-    """The arguments of a call as chat templates read them. What is no JSON stays as written, and so
-    does what no JSON answer could hold: NaN, half of a character, brackets without end."""
+    """The arguments of a call as chat templates read them: none are an empty object. What is no
+    JSON stays as written, and so does what no JSON answer could hold: NaN, half of a character,
+    brackets without end."""
+    if not text.strip():
+        return {}  # a call without arguments
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

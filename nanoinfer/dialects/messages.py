@@ -3,18 +3,28 @@
 A turn is a list of blocks. Results of tools, which Anthropic puts into a user's turn, become
 messages of role "tool" in their places; one with `is_error` begins with "Error: ". Texts side by
 side are joined as they are. Thinking is shown to clients that ask for it (`thinking`), signed with
-the answer's id; where it comes back the model reads it as its template shows it.
-Left out: images, documents and citations; tools that Anthropic runs or defines; threads; answers
-that go on from a half-written one (prefill); log-probs, which this API does not have.
+the answer's id; where it comes back the model reads it as its template shows it. How much to think
+goes to the chat template.
+Documents and search results of text are text; other documents and images are left out of results
+with a note that says so, and refused in a user's turn.
+Left out: citations; tools that Anthropic runs or defines (foreign_tools.py); threads; answers that
+go on from a half-written one (prefill); log-probs, which this API does not have.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    model_validator,
+)
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.dialects.exchange import (
@@ -29,9 +39,14 @@ from nanoinfer.dialects.exchange import (
     forced_tool,
     read_arguments,
 )
+from nanoinfer.dialects.foreign_tools import ForeignTool
 from nanoinfer.params import Grammar
+from nanoinfer.server.chat_messages import NOTES
+from nanoinfer.server.harmless import HARMLESS
 from nanoinfer.server.http_io import ApiError, read_json_body
-from nanoinfer.server.requests import StrictBody
+from nanoinfer.server.media import MediaPart, refuse_media
+from nanoinfer.server.strict_body import Refused, StrictBody
+from nanoinfer.server.template_fields import Effort, Thinking, thinking_variables
 
 DECIDED = ("temperature", "top_p", "top_k")
 """Fields that the run decides."""
@@ -55,23 +70,61 @@ UNTHREADED = "thread_unsupported_request"
 
 
 def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [_as_text(block) for block in content] if isinstance(content, list) else content
+
+
+def _as_text(block: Any) -> Any:
+    """The text of a block that is nothing else, as a block; others as they are. A document's ends
+    with its line: what stands behind it is another text."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    match kind:
+        case "tool_reference":
+            parts = [f"[tool: {block.get('tool_name')}]"]
+        case "search_result":
+            parts = [block.get("title"), block.get("source"), _plain(block.get("content"))]
+        case "document":
+            source = block.get("source")
+            given = source if isinstance(source, dict) else {}
+            text = given.get("data") if given.get("type") == "text" else None
+            text = _plain(given.get("content")) if given.get("type") == "content" else text
+            if text is None:
+                return block
+            parts = [block.get("title"), block.get("context"), text]
+        case "compaction":
+            parts = [block.get("content")]
+        case _:
+            return block
+    if not all(part is None or isinstance(part, str) for part in parts):
+        return block
+    lines = "".join(f"{part}\n" for part in parts if part)
+    return {"type": "text", "text": lines if kind in ("document", "search_result") else lines[:-1]}
+
+
+def _plain(content: Any) -> Any:
+    """The text of a content that is text or blocks of it."""
+    if not isinstance(content, list):
+        return content
+    texts = [block.get("text") if isinstance(block, dict) else None for block in content]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 class TextBlock(StrictBody):
-    ignored = frozenset({"cache_control", "citations"})
+    ignored = NOTES | {"citations"}
     type: Literal["text"]
     text: str
 
 
 Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+Shown = Annotated[TextBlock | MediaPart, Field(discriminator="type")]
 
 
 class ToolResultBlock(StrictBody):
-    ignored = frozenset({"cache_control", "toolset_name"})
+    ignored = NOTES | {"toolset_name"}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = Field(default_factory=list)
+    content: Annotated[list[Shown], BeforeValidator(_as_blocks)] = Field(default_factory=list)
     is_error: StrictBool = False
 
     def message(self) -> Message:
@@ -80,7 +133,7 @@ class ToolResultBlock(StrictBody):
 
 
 class ToolUseBlock(StrictBody):
-    ignored = frozenset({"cache_control", "caller", "toolset_name"})
+    ignored = (NOTES - {"id"}) | {"caller", "toolset_name"}
     type: Literal["tool_use"]
     id: str
     name: str
@@ -93,18 +146,24 @@ class ToolUseBlock(StrictBody):
 
 
 class ThinkingBlock(StrictBody):
-    ignored = frozenset({"data", "signature"})
+    ignored = NOTES | {"data", "signature"}
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ToolResultBlock | MediaPart, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]
 
 
 class UserTurn(StrictBody):
+    ignored = NOTES
     role: Literal["user"]
     content: Annotated[list[UserBlock], BeforeValidator(_as_blocks)]
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        refuse_media(self.content, "content")
+        return self
 
     def messages(self) -> list[Message]:
         messages: list[Json] = []
@@ -119,6 +178,7 @@ class UserTurn(StrictBody):
 
 
 class AssistantTurn(StrictBody):
+    ignored = NOTES
     role: Literal["assistant"]
     content: Annotated[list[AssistantBlock], BeforeValidator(_as_blocks)]
 
@@ -130,6 +190,7 @@ class AssistantTurn(StrictBody):
 
 
 class SystemTurn(StrictBody):
+    ignored = NOTES
     role: Literal["system"]
     content: Texts
 
@@ -140,10 +201,9 @@ class SystemTurn(StrictBody):
 class MessagesTool(StrictBody):
     """A tool that the client runs."""
 
-    ignored = frozenset(
-        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
-        | {"input_examples", "strict"}
-    )
+    ignored = NOTES | {
+        *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict")
+    }
     type: Literal["custom"] = "custom"
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -153,6 +213,17 @@ class MessagesTool(StrictBody):
         told = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **told, "parameters": self.input_schema}
         return {"type": "function", "function": function}
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") or not isinstance(kind, str) else "other"
+
+
+OfferedTool = Annotated[
+    Annotated[MessagesTool, Tag("custom")] | Annotated[ForeignTool, Tag("other")],
+    Discriminator(_tool_kind),
+]
 
 
 class AnyToolChoice(StrictBody):
@@ -167,32 +238,35 @@ class OutputFormat(StrictBody):
 
 
 class OutputConfig(StrictBody):
-    ignored = frozenset({"effort"})
+    ignored = frozenset({"task_budget"})
+    effort: Effort | None = None
     format: OutputFormat | None = None
-
-
-class Thinking(StrictBody):
-    ignored = frozenset({"budget_tokens", "display"})
-    type: str
 
 
 class Prompt(StrictBody):
     """What /v1/messages/count_tokens counts."""
 
-    ignored = frozenset(
-        {"cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
-        | {"service_tier", "speed", *DECIDED}
-    )
+    ignored = HARMLESS | {
+        *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "compaction"),
+        *("context_management", "diagnostics", "fallback_credit_token", "fallbacks"),
+        *("inference_geo", "speed", "user_profile_id", "workspace_id", *DECIDED),
+    }
+    refused = {  # noqa: RUF012
+        "container": Refused("this server runs no code; leave it out"),
+        "mcp_servers": Refused("this server runs no tools; offer theirs as tools of the client"),
+    }
     model: str
     messages: Annotated[
         list[Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]],
         Field(min_length=1),
     ]
     system: Texts = Field(default_factory=list)
-    tools: list[MessagesTool] = Field(default_factory=list)
+    tools: list[OfferedTool] = Field(default_factory=list)
     tool_choice: AnyToolChoice = AnyToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
     thread: dict[str, Any] | None = None
 
     def conversation(self) -> list[Message]:
@@ -207,7 +281,17 @@ class Prompt(StrictBody):
 
     def specs(self) -> list[Json]:
         """The tools; none where they must not be used."""
-        return [] if self.tool_choice.type == "none" else [tool.spec() for tool in self.tools]
+        if self.tool_choice.type == "none":
+            return []
+        return [tool.spec() for tool in self.tools if isinstance(tool, MessagesTool)]
+
+    def left_out(self) -> list[str]:
+        """Types of tools that are not offered to the model."""
+        return sorted({tool.type for tool in self.tools if isinstance(tool, ForeignTool)})
+
+    def variables(self) -> Json:
+        is_on = None if self.thinking is None else self.thinking.is_on
+        return thinking_variables(self.output_config.effort, is_on)
 
     def forced(self) -> str | None:
         choice = self.tool_choice
@@ -218,7 +302,7 @@ class Prompt(StrictBody):
         return forced_tool(self.specs(), choice.name if choice.type == "tool" else None)
 
     def grammar(self) -> Grammar | None:
-        form = self.output_config.format
+        form = self.output_config.format or self.output_format
         return None if form is None else Grammar("json_schema", json.dumps(form.schema_))
 
 
@@ -242,17 +326,23 @@ class MessagesDialect:
             messages=asked.conversation(),
             tools=asked.specs(),
             forced_tool=forced,
+            variables=asked.variables(),
             max_tokens=asked.max_tokens,
             stop=tuple(asked.stop_sequences),
             grammar=asked.grammar() if forced is None else None,
             is_streamed=asked.stream,
             has_reasoning=asked.thinking is not None and asked.thinking.type != "disabled",
-            ignored=tuple(name for name in DECIDED if body.get(name) is not None),
+            ignored=(
+                *(name for name in DECIDED if body.get(name) is not None),
+                *asked.left_out(),
+            ),
         )
 
     def read_count(self, body: Json) -> ApiCall:
         asked = read_json_body(body, Prompt)
-        return ApiCall(messages=asked.conversation(), tools=asked.specs())
+        return ApiCall(
+            messages=asked.conversation(), tools=asked.specs(), variables=asked.variables()
+        )
 
     def write_count(self, num_tokens: int) -> Json:
         return {"input_tokens": num_tokens}
@@ -291,7 +381,7 @@ class MessagesDialect:
         return {"type": "error", "error": told, "request_id": None}
 
 
-def _joined(blocks: list[TextBlock]) -> str:
+def _joined(blocks: Sequence[TextBlock | MediaPart]) -> str:
     return "".join(block.text for block in blocks)
 
 

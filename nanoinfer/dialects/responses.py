@@ -4,17 +4,28 @@ A conversation is a list of items. What the assistant says in a message and the 
 one turn, and so is the reasoning in front of it. `previous_response_id` goes on from an answer of
 the same episode, and `instructions` hold for one call, as in OpenAI's API.
 Log-probs are those of all tokens of a turn, its reasoning and calls included.
-Left out: images, audio and files; tools that OpenAI runs or defines; free-form tools; conversations
-and prompts that a server stores; background answers; how many of the tokens are reasoning.
+A tool of a namespace is offered as `NAMESPACE__NAME`, one without a schema as a function with one
+text argument; calls of both come as their client knows them.
+Left out: images, audio and files (media.py); tools that OpenAI runs or defines (foreign_tools.py);
+conversations and prompts that a server stores; background answers; how many of the tokens are
+reasoning.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    model_validator,
+)
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -25,14 +36,26 @@ from nanoinfer.dialects.exchange import (
     ApiToolCall,
     Json,
     ServerEvent,
+    ToolForm,
     assistant_message,
     bearer_key,
     forced_tool,
 )
+from nanoinfer.dialects.foreign_tools import (
+    ForeignTool,
+    freeform_arguments,
+    freeform_spec,
+    freeform_text,
+)
 from nanoinfer.params import Grammar
+from nanoinfer.server.chat_messages import NOTES, Text
+from nanoinfer.server.harmless import HARMLESS
 from nanoinfer.server.http_io import ApiError, read_json_body
-from nanoinfer.server.requests import MAX_TOP_LOGPROBS, StrictBody
+from nanoinfer.server.media import MediaPart, refusals, refuse_media
+from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanoinfer.server.responses import chat_logprobs
+from nanoinfer.server.strict_body import Refused, StrictBody
+from nanoinfer.server.template_fields import Reasoning, thinking_variables
 
 DECIDED = ("temperature", "top_p")
 """Fields that the run decides."""
@@ -56,50 +79,103 @@ def _as_parts(content: Any) -> Any:
 
 
 class ItemText(StrictBody):
-    ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
-    type: Literal["input_text", "output_text"]
+    ignored = NOTES | {"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}
+    type: Literal["input_text", "output_text", "text", "summary_text"]
     text: str
 
 
-ItemTexts = Annotated[list[ItemText], BeforeValidator(_as_parts)]
+class ItemRefusal(StrictBody):
+    ignored = NOTES
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ItemPart = Annotated[ItemText | ItemRefusal | MediaPart, Field(discriminator="type")]
+ItemParts = Annotated[list[ItemPart], BeforeValidator(_as_parts)]
+OF_ITEMS = NOTES | {"caller", "created_by", "status"}
+"""What any item may have."""
 
 
 class MessageItem(StrictBody):
-    ignored = frozenset({"id", "phase", "status"})
+    ignored = OF_ITEMS | {"phase"}
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: ItemTexts
+    content: ItemParts
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        refuse_media(self.content, "content")
+        return self
 
 
-class FunctionCallItem(StrictBody):
-    ignored = frozenset(
-        {"async", "caller", "id", "namespace", "parsed_arguments", "status"},
-    )
-    type: Literal["function_call"]
+class CallItem(StrictBody):
+    """A call of a function, or of a tool without a schema."""
+
+    ignored = OF_ITEMS | {"async", "parsed_arguments"}
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
-    arguments: str
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+
+    @model_validator(mode="after")
+    def _has_arguments(self) -> Self:
+        name = "arguments" if self.type == "function_call" else "input"
+        if getattr(self, name) is None:
+            raise refusals([((name,), "Field required", None)])
+        return self
+
+    def use(self) -> ApiToolCall:
+        given = self.arguments
+        arguments = freeform_arguments(self.input or "") if given is None else given
+        name = offered_name(self.name, self.namespace)
+        return ApiToolCall(id=self.call_id, name=name, arguments=arguments)
 
 
-class FunctionOutputItem(StrictBody):
-    ignored = frozenset({"caller", "id", "name", "namespace", "status"})
-    type: Literal["function_call_output"]
+class OutputItem(StrictBody):
+    """What a call brought."""
+
+    ignored = OF_ITEMS | {"name", "namespace"}
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: ItemTexts
+    output: ItemParts
 
 
-class ReasoningText(StrictBody):
+class ReasoningText(BaseModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningItem(StrictBody):
-    ignored = frozenset({"encrypted_content", "id", "status", "summary"})
+class ReasoningItem(BaseModel):
+    """What the model thought; what is not in the clear is another server's."""
+
     type: Literal["reasoning"]
-    content: list[ReasoningText] = Field(default_factory=list)
+    content: list[ReasoningText] | None = None
 
 
-TurnItem = MessageItem | FunctionCallItem | ReasoningItem
+class SilentItem(BaseModel):
+    """What a server that is not this one did on its way."""
+
+    type: Literal["web_search_call"]
+
+
+class OtherItem(BaseModel):
+    """What cannot be read here."""
+
+    type: Literal["item_reference", "compaction", "other"]
+
+    @model_validator(mode="after")
+    def _cannot_be(self) -> Self:
+        why = "it is kept by another server; send the messages themselves"
+        raise refusals([(("type",), f"{self.type}: {why}", self.type)])
+
+
+TurnItem = MessageItem | CallItem | ReasoningItem
 """What a turn of the assistant is made of."""
 
 
@@ -111,25 +187,24 @@ def _kind(item: Any) -> str | None:
     return "message" if kind is None and "role" in item else kind
 
 
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
+def offered_name(name: str, namespace: str | None) -> str:
+    """The name under which a model knows a tool."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+OF_TOOLS = NOTES | {"allowed_callers", "async", "defer_loading", "output_schema", "strict"}
+
+
 class FlatTool(StrictBody):
     """A function that the client runs."""
 
-    ignored = frozenset({"allowed_callers", "async", "defer_loading", "output_schema", "strict"})
+    ignored = OF_TOOLS
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
+    name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -138,13 +213,112 @@ class FlatTool(StrictBody):
         return {"type": "function", "function": function}
 
 
+class CustomTool(StrictBody):
+    """A tool that takes a text."""
+
+    ignored = OF_TOOLS
+    type: Literal["custom"]
+    name: Text
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    def spec(self) -> Json:
+        return freeform_spec(self.name, self.description, self.format)
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return kind if kind in ("function", "custom", "namespace") else "other"
+
+
+PlainTool = Annotated[
+    Annotated[FlatTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[ForeignTool, Tag("other")],
+    Discriminator(_tool_kind),
+]
+
+
+class Namespace(StrictBody):
+    """A set of tools."""
+
+    ignored = OF_TOOLS | {"description"}
+    type: Literal["namespace"]
+    name: Text
+    tools: list[PlainTool] = Field(default_factory=list)
+
+
+Tool = Annotated[
+    Annotated[FlatTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[ForeignTool, Tag("other")],
+    Discriminator(_tool_kind),
+]
+
+
+class MoreToolsItem(StrictBody):
+    """Tools that are offered from here on; they are from the beginning."""
+
+    ignored = OF_ITEMS | {"role"}
+    type: Literal["additional_tools"]
+    tools: list[Tool] = Field(default_factory=list)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallItem, Tag("custom_tool_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[OutputItem, Tag("custom_tool_call_output")]
+    | Annotated[MoreToolsItem, Tag("additional_tools")]
+    | Annotated[SilentItem, Tag("reasoning")]
+    | Annotated[SilentItem, Tag("web_search_call")]
+    | Annotated[OtherItem, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("compaction")],
+    Discriminator(_kind),
+]
+
+
+class Offering(NamedTuple):
+    """A tool as the model knows it, and as its client does."""
+
+    spec: Json
+    form: ToolForm
+
+
+def _offers(tools: Sequence[Any], namespace: str | None = None) -> Iterator[Offering]:
+    for tool in tools:
+        if isinstance(tool, Namespace):
+            yield from _offers(tool.tools, tool.name)
+        elif isinstance(tool, FlatTool | CustomTool):
+            spec = tool.spec()
+            spec["function"]["name"] = offered_name(tool.name, namespace)
+            is_freeform = isinstance(tool, CustomTool)
+            yield Offering(
+                spec, ToolForm(name=tool.name, namespace=namespace, is_freeform=is_freeform)
+            )
+
+
 def _as_choice(given: Any) -> Any:
     return {"type": given} if isinstance(given, str) else given
 
 
+class AllowedTool(StrictBody):
+    ignored = frozenset({"server_label"})
+    type: Literal["function", "custom"]
+    name: Text
+
+
 class FlatToolChoice(StrictBody):
-    type: Literal["none", "auto", "required", "function"]
+    type: Literal["none", "auto", "required", "function", "custom", "allowed_tools"]
     name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[AllowedTool] = Field(default_factory=list)
+
+    def allows(self, form: ToolForm) -> bool:
+        """True for a tool that may be called."""
+        return self.type != "allowed_tools" or form.name in [tool.name for tool in self.tools]
 
 
 class TextFormatChoice(StrictBody):
@@ -159,17 +333,22 @@ class TextConfig(StrictBody):
 
 
 class ResponseRequest(StrictBody):
-    ignored = frozenset(
-        {"context_management", "max_tool_calls", "metadata", "parallel_tool_calls", "reasoning"}
-        | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"}
-        | {"safety_identifier", "store", "stream_options", "truncation", "user", *DECIDED}
-    )
+    ignored = HARMLESS | {
+        *("access_programs", "background_options", "context_management", "image"),
+        *("max_tool_calls", "stream_options", "truncation", *DECIDED),
+    }
+    refused = {  # noqa: RUF012
+        "conversation": Refused("nothing is kept by that name; send the items in input"),
+        "moderation": Refused("nothing is moderated here; leave it out"),
+        "prompt": Refused("no prompts are kept here; send its text in instructions"),
+    }
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_as_items)] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, strict=True)
-    tools: list[FlatTool] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
     tool_choice: Annotated[FlatToolChoice, BeforeValidator(_as_choice)] = FlatToolChoice(
         type="auto"
     )
@@ -194,17 +373,32 @@ class ResponseRequest(StrictBody):
             )  # fmt: skip
         return given.removeprefix(PREFIX)
 
-    def specs(self) -> list[Json]:
+    def offers(self) -> list[Offering]:
         """The tools; none where they must not be used."""
-        return [] if self.tool_choice.type == "none" else [tool.spec() for tool in self.tools]
+        choice = self.tool_choice
+        if choice.type == "none":
+            return []
+        return [offer for offer in _offers(self._tools()) if choice.allows(offer.form)]
+
+    def left_out(self) -> list[str]:
+        """Types of tools that are not offered to the model."""
+        return sorted({tool.type for tool in self._tools() if isinstance(tool, ForeignTool)})
+
+    def _tools(self) -> list[Any]:
+        later = [item.tools for item in self.input if isinstance(item, MoreToolsItem)]
+        return [*self.tools, *(tool for tools in later for tool in tools)]
 
     def forced(self) -> str | None:
         choice = self.tool_choice
-        if choice.type == "function" and choice.name is None:
+        is_named = choice.type in ("function", "custom")
+        if is_named and choice.name is None:
             raise ApiError(400, "tool_choice.name: give the name of the function", "tool_choice")
-        if choice.type not in ("required", "function"):
+        if choice.type == "allowed_tools" and choice.mode == "auto":
             return None
-        return forced_tool(self.specs(), choice.name if choice.type == "function" else None)
+        if choice.type in ("none", "auto"):
+            return None
+        specs = [offer.spec for offer in self.offers()]
+        return forced_tool(specs, choice.name if is_named else None)
 
     def grammar(self) -> Grammar | None:
         form = self.text.format
@@ -224,13 +418,13 @@ def _messages(items: list[Item]) -> list[Message]:
     turn: list[TurnItem] = []
     for item in (*items, None):
         is_thought = all(isinstance(one, ReasoningItem) for one in turn)
-        if isinstance(item, FunctionCallItem) or (is_thought and _is_assistants(item)):
+        if isinstance(item, CallItem) or (is_thought and _is_assistants(item)):
             turn.append(item)  # type: ignore[arg-type]
             continue
         if not is_thought:
             messages.append(_said(turn))
         turn = []
-        if isinstance(item, FunctionOutputItem):
+        if isinstance(item, OutputItem):
             content = _joined(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif _is_assistants(item):
@@ -247,18 +441,14 @@ def _is_assistants(item: Item | None) -> bool:
 
 def _said(turn: list[TurnItem]) -> Message:
     text = "".join(_joined(item.content) for item in turn if isinstance(item, MessageItem))
-    uses = [
-        ApiToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
-        for item in turn
-        if isinstance(item, FunctionCallItem)
-    ]
+    uses = [item.use() for item in turn if isinstance(item, CallItem)]
     thoughts = [
-        part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content
+        part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content or ()
     ]
     return assistant_message(text, uses, "\n".join(thoughts))
 
 
-def _joined(parts: list[ItemText]) -> str:
+def _joined(parts: Sequence[ItemText | ItemRefusal | MediaPart]) -> str:
     return "".join(part.text for part in parts)
 
 
@@ -280,17 +470,27 @@ class ResponsesDialect:
             raise ApiError(400, "input: give a text or at least one item", "input")
         forced = asked.forced()
         grammar = asked.grammar()
+        offers = asked.offers()
         return ApiCall(
             messages=asked.conversation(),
-            tools=asked.specs(),
+            tools=[offer.spec for offer in offers],
+            tool_forms={
+                offer.spec["function"]["name"]: offer.form
+                for offer in offers
+                if offer.form.is_freeform or offer.form.namespace
+            },
             forced_tool=forced,
+            variables=thinking_variables(asked.reasoning.effort, None),
             max_tokens=asked.max_output_tokens,
             grammar=grammar if forced is None else None,
             num_top=asked.top_logprobs if LOGPROBS in asked.include else None,
             is_streamed=asked.stream,
             continues=continues,
             has_instructions=bool(asked.instructions),
-            ignored=tuple(name for name in DECIDED if body.get(name) is not None),
+            ignored=(
+                *(name for name in DECIDED if body.get(name) is not None),
+                *asked.left_out(),
+            ),
         )
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
@@ -339,13 +539,7 @@ class ResponsesDialect:
             if reply.is_cut:
                 said["status"] = "incomplete"
             items.append(said)
-        return items + [
-            _item(
-                "function_call", f"fc_{use.id}",
-                call_id=use.id, name=use.name, arguments=use.arguments,
-            )
-            for use in reply.calls
-        ]  # fmt: skip
+        return items + [_call_item(use, call.tool_forms.get(use.name)) for use in reply.calls]
 
     def _logprobs(self, call: ApiCall, reply: ApiReply) -> list[Json]:
         if call.num_top is None:
@@ -385,14 +579,25 @@ def _head(call: ApiCall, answer: ApiAnswer) -> Json:
     }
 
 
+def _call_item(use: ApiToolCall, form: ToolForm | None) -> Json:
+    """A call as the client knows its tool."""
+    known: Json = {"call_id": use.id, "name": use.name if form is None else form.name}
+    if form is not None and form.namespace is not None:
+        known["namespace"] = form.namespace
+    if form is not None and form.is_freeform:
+        text = freeform_text(use.arguments)
+        return _item("custom_tool_call", f"ctc_{use.id}", input=text, **known)
+    return _item("function_call", f"fc_{use.id}", arguments=use.arguments, **known)
+
+
 def _item(kind: str, item_id: str, **fields: Any) -> Json:
     return {"type": kind, "id": item_id, "status": "completed", **fields}
 
 
 def _emptied(item: Json) -> Json:
     """An item as its stream begins."""
-    unsaid: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    return item | {"status": "in_progress"} | unsaid
+    unsaid = {"function_call": {"arguments": ""}, "custom_tool_call": {"input": ""}}
+    return item | {"status": "in_progress"} | unsaid.get(item["type"], {"content": []})
 
 
 def _filling(item: Json) -> Iterator[Json]:
@@ -401,6 +606,11 @@ def _filling(item: Json) -> Iterator[Json]:
         kind, arguments = "response.function_call_arguments", item["arguments"]
         yield {"type": f"{kind}.delta", "delta": arguments}
         yield {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
+        return
+    if item["type"] == "custom_tool_call":
+        kind, text = "response.custom_tool_call_input", item["input"]
+        yield {"type": f"{kind}.delta", "delta": text}
+        yield {"type": f"{kind}.done", "input": text}
         return
     (part,) = item["content"]
     text, kind = part["text"], f"response.{part['type']}"

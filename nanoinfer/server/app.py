@@ -42,6 +42,7 @@ from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
+from nanoinfer.chat.prompts import chat_ids
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
@@ -262,16 +263,23 @@ class HttpApp:
         body: ChatCompletion = await self._read(request, ChatCompletion)
         head = self._head("chatcmpl", "chat.completion", body)
         messages = [message.for_template() for message in body.messages]
-        tools = body.tool_specs()
+        tools, variables = body.tool_specs(), body.variables()
         form = self._forms.of(tools)
+        limit = body.max_completion_tokens or body.max_tokens
         with _user_errors():
             ids = await self._bound.encoded(
-                [messages, tools],
-                lambda: self._tokenizer.encode_chat(
-                    form.opening(messages), add_generation_prompt=True, tools=form.schemas
+                [messages, tools, variables],
+                lambda: chat_ids(
+                    self._tokenizer,
+                    form.opening(messages),
+                    tools=form.schemas,
+                    variables=variables,
+                    has_opening=body.has_opening,
+                    is_continued=body.is_continued,
                 ),
             )
-            jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
+            ids = body.cut(ids, self._bound.max_tokens, limit)
+            jobs = await self._jobs(body, [ids], limit)
         if body.return_token_ids:
             head["prompt_token_ids"] = ids
         written = ChatFormat(self._tokenizer, body, form, messages, ids)
@@ -281,25 +289,25 @@ class HttpApp:
         body: Completion = await self._read(request, Completion)
         head = self._head("cmpl", "text_completion", body)
         with _user_errors():
-            prompts = await self._prompts(body)
-            jobs = await self._jobs(body, prompts, body.max_tokens or 16)  # 16 as in OpenAI's API
+            limit = 16 if body.max_tokens is None else body.max_tokens  # 16 as in OpenAI's API
+            prompts = [
+                body.cut(ids, self._bound.max_tokens, limit) for ids in await self._prompts(body)
+            ]
+            jobs = await self._jobs(body, prompts, max(1, limit))
         return await self._answer(request, body, jobs, head, TextFormat(self._tokenizer, body))
 
     async def _prompts(self, body: Completion) -> list[list[int]]:
-        given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if isinstance(given[0], int):
-            given = [given]
-        self._completions.check_count(len(given) * body.n)
+        self._completions.check_count(len(body.prompt) * body.n)
         adds, plain = self._tokenizer.encode_prompt, self._tokenizer.encode
         encode = adds if body.add_special_tokens else plain
         return [
             await self._bound.encoded([one], partial(encode, one)) if isinstance(one, str) else one
-            for one in given
+            for one in body.prompt
         ]
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
         model = self._adapter(body.model) or self._model_name
-        name = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        name = body.name or f"{prefix}-{uuid.uuid4().hex}"
         created = int(time.time())
         return {"id": name, "object": kind, "created": created, "model": model}
 
@@ -337,14 +345,18 @@ class HttpApp:
         num_prompt = sum(len(job.ids) for job in jobs[:: body.n])
         if not body.stream:
             outputs = await self._completions.run(request, jobs, body.priority, head["id"])
+            outputs = [form.shown(output) for output in outputs]
             pairs = list(zip(jobs, outputs, strict=True))
 
             def written() -> Response:
                 choices = [form.choice(job.index, job.ids, output) for job, output in pairs]
                 counts = usage(num_prompt, outputs, body.n)
+                head.update(form.head(jobs[0].ids, outputs[0]))
                 return JSONResponse(head | {"choices": choices, "usage": counts})
 
             num_shown = sum(len(output.ids) for output in outputs) * (1 + (body.num_top or 0))
+            if body.prompt_logprobs is not None:
+                num_shown += num_prompt * body.n * (1 + body.prompt_logprobs)
             return await in_proportion(num_shown * SHOWN_BYTES, written)
         head["object"] = form.chunk_object
         states = [form.start(job.index) for job in jobs]

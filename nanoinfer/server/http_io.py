@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.cancellation import to_the_end
+from nanoinfer.server.strict_body import explained
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
@@ -97,11 +98,12 @@ async def in_proportion(size: int, work: Callable[[], T]) -> T:
 
 
 def read_json_body(value: dict[str, Any], model: type[Body]) -> Body:
-    """A JSON object as `model`."""
+    """A JSON object as `model`. ApiError 400 names all that is wrong with it."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _explained(error) from None
+        message, name = explained(error, value)
+        raise ApiError(400, message, name) from None
 
 
 def _parse(raw: bytes) -> Any:
@@ -133,15 +135,6 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_long
     return bytes(body)
-
-
-def _explained(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{name}: unknown field; remove it", name)
-    shown = "" if first["type"] == "missing" else f", not {str(first['input'])[:100]!r}"
-    return ApiError(400, f"{name}: {first['msg']}{shown}", name)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_s: float) -> T:

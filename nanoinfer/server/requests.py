@@ -1,42 +1,38 @@
 """Bodies of HTTP requests: what they may hold, and the `SamplingParams` they mean.
 
-Unknown fields, wrong types and values out of range are refused by name, never ignored, but for
-those that cannot change an answer (`ignored`): they have no effect. A null is a field left out.
+Every field is done, without effect, or refused by name, and one error tells all that is wrong with
+a body (strict_body.py); which fields of other servers and clients are what: harmless.py, and the
+table in docs/request_fields.md. A null is a field left out.
 /inference/v1/generate is vLLM's (its GenerateRequest): token ids in, token ids out.
-Beyond the OpenAI API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
-allowed_token_ids, logprobs_mode, priority, request_id, return_token_ids and the three `guided_*`.
+Messages and tools of chats: chat_messages.py; what goes to their template: template_fields.py.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, model_validator
 
 from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
+from nanoinfer.server.chat_messages import ChatMessage, NamedTool, OfferedTool, Text
+from nanoinfer.server.grammar_fields import GrammarFields
+from nanoinfer.server.harmless import CHAT_REFUSED, HARMLESS, TEXT_REFUSED
+from nanoinfer.server.media import refusals
+from nanoinfer.server.strict_body import StrictBody
+from nanoinfer.server.template_fields import TemplateFields
 from nanoinfer.server.tool_calls import call_schema
 
 MAX_TOP_LOGPROBS = 20  # the OpenAI API's limit
 _SEED = 2**63  # an int64, as in the OpenAI API
-_Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(strict=True)]
 
 
-class StrictBody(BaseModel):
-    """An object that may hold its own fields, those `ignored`, and no others."""
+def _as_list(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    ignored: ClassVar[frozenset[str]] = frozenset()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {k: v for k, v in given.items() if v is not None and k not in cls.ignored}
+StopTexts = Annotated[list[Text], Field(max_length=16), BeforeValidator(_as_list)]
 
 
 class StreamOptions(StrictBody):
@@ -44,66 +40,102 @@ class StreamOptions(StrictBody):
     include_usage: StrictBool = False
 
 
-class Sampling(StrictBody, ABC):
+class UsageAsked(StrictBody):
+    """OpenRouter's wish for numbers of tokens."""
+
+    include: StrictBool = False
+
+
+class Sampling(GrammarFields, ABC):
     """The fields that chat and plain completions share."""
 
-    ignored = frozenset(
-        {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
-        | {"safety_identifier", "service_tier", "store", "user"}
-    )
+    ignored = HARMLESS
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, strict=True)
+    min_tokens: int = Field(0, ge=0, strict=True)
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, strict=True)
+    top_k: int = Field(0, ge=-1, strict=True)
+    """0 and -1 keep every token."""
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, strict=True)
+    best_of: int | None = Field(None, ge=1, strict=True)
     seed: int | None = Field(None, ge=-_SEED, lt=_SEED, strict=True)
-    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
-    stop_token_ids: list[_TokenId] = []
+    stop: StopTexts = Field(default_factory=list)
+    stop_token_ids: list[_TokenId] = Field(default_factory=list)
     ignore_eos: StrictBool = False
+    include_stop_str_in_output: StrictBool = False
+    no_stop_trim: StrictBool = False
+    """SGLang's name of `include_stop_str_in_output`."""
+    skip_special_tokens: StrictBool = True
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
+    usage: UsageAsked | None = None
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: list[_TokenId] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: _Text | None = None
-    guided_choice: list[_Text] | None = None
     priority: int = Field(0, strict=True)
-    request_id: _Text | None = None
+    request_id: Text | None = None
     """The name by which /abort finds it; default: the answer's id."""
+    rid: Text | None = None
+    """SGLang's name of `request_id`."""
     logprobs_mode: LogpsMode = "tempered"
     """Log-probs at the request's temperature, or "raw", at temperature 1."""
     return_token_ids: StrictBool = False
+    return_tokens_as_token_ids: StrictBool = False
+    """Tokens of log-probs are named `token_id:N`."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
+    """Score the prompt, and tell so many likeliest tokens beside each of its own."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, strict=True)
+    """Keep so many tokens of a longer prompt; -1: what leaves room for the answer."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where tokens are taken away."""
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        faults = [(name, why) for name, why in self.conflicts().items() if why]
+        if faults:
+            raise refusals(((name,), why, None) for name, why in faults)
+        return self
+
+    def conflicts(self) -> dict[str, str]:
+        """Why a field cannot be beside the others, by its name; empty where it can."""
+        is_more = self.best_of is not None and self.best_of > self.n
+        is_shown = self.prompt_logprobs is not None and self.stream
+        return {
+            "best_of": "is more than n, and no best of them is picked; give n" if is_more else "",
+            "prompt_logprobs": "cannot be streamed; leave out one of them" if is_shown else "",
+            "truncate_prompt_tokens": (
+                "an empty prompt cannot go on; give at least 1"
+                if self.truncate_prompt_tokens == 0
+                else ""
+            ),
+        }
+
+    @property
+    def name(self) -> str | None:
+        return self.request_id or self.rid
 
     @property
     def is_usage_wanted(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        is_option = self.stream_options is not None and self.stream_options.include_usage
+        return is_option or (self.usage is not None and self.usage.include)
 
     @property
     @abstractmethod
     def num_top(self) -> int | None:
         """Likeliest tokens to report at each position; None: no log-probs at all."""
 
-    def grammar(self) -> Grammar | None:
-        given = [
-            Grammar("json_schema", _text(self.guided_json)) if self.guided_json else None,
-            Grammar("regex", self.guided_regex) if self.guided_regex else None,
-            Grammar("choice", choices=tuple(self.guided_choice)) if self.guided_choice else None,
-        ]
-        return _only(given)
-
     def params(self, max_tokens: int, seed: int) -> SamplingParams:
         """The engine's parameters, for a prompt that leaves room for `max_tokens`. `seed` is for
         requests that give none."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=max(0, self.top_k),
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -114,129 +146,139 @@ class Sampling(StrictBody, ABC):
             grammar=self.grammar(),
             seed=seed if self.seed is None else self.seed,
             n=self.n,
-            stop=stop,
+            stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            include_stop=self.include_stop_str_in_output or self.no_stop_trim,
+            skip_special=self.skip_special_tokens,
             detokenize=True,
-            top_logps=self.num_top or 0,
+            top_logps=max(self.num_top or 0, self.prompt_logprobs or 0),
+            prompt_logps=self.prompt_logprobs is not None,
             logps_mode=self.logprobs_mode,
         )
+
+    def cut(self, ids: list[int], room: int, max_tokens: int | None) -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt, where prompt and answer have `room`."""
+        most = self.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, room - (max_tokens or 1))
+        if most is None:
+            return ids
+        return ids[-most:] if self.truncation_side == "left" else ids[:most]
+
+
+def _as_prompts(given: Any) -> Any:
+    """One prompt as a list of one."""
+    is_one = isinstance(given, str) or (
+        isinstance(given, list) and given and all(type(token) is int for token in given)
+    )
+    return [given] if is_one else given
+
+
+def _prompt_kind(given: Any) -> str:
+    return "text" if isinstance(given, str) else "ids"
+
+
+OnePrompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[_TokenId], Tag("ids")], Discriminator(_prompt_kind)
+]
 
 
 class Completion(Sampling):
     """/v1/completions. A prompt is text or token ids, one or several."""
 
-    prompt: (
-        str
-        | Annotated[list[_TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[list[_TokenId]], Field(min_length=1)]
-    )
+    refused = TEXT_REFUSED
+    prompt: Annotated[
+        list[OnePrompt],
+        BeforeValidator(_as_prompts),
+        Field(min_length=1),
+    ]
+    max_tokens: int | None = Field(None, ge=0, strict=True)
     add_special_tokens: StrictBool = True
     """Begin a prompt of text with the BOS of a tokenizer that adds one."""
     echo: StrictBool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
-    @model_validator(mode="after")
-    def _echo_is_not_streamed(self) -> Completion:
-        if self.echo and self.stream:
-            raise ValueError("echo cannot be streamed; leave out echo or stream")
-        return self
+    def conflicts(self) -> dict[str, str]:
+        is_streamed = self.echo and self.stream
+        is_empty = self.max_tokens == 0 and not self.echo
+        return super().conflicts() | {
+            "echo": "cannot be streamed; leave out echo or stream" if is_streamed else "",
+            "max_tokens": "0 scores a prompt, with echo; else give at least 1" if is_empty else "",
+        }
 
     @property
     def num_top(self) -> int | None:
         return self.logprobs
 
 
-class Function(StrictBody):
-    name: _Text
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class AllowedTools(StrictBody):
+    """Some of the tools that are offered."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class OfferedTool(StrictBody):
-    type: Literal["function"]
-    function: Function
+class AllowedToolChoice(StrictBody):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
-class NamedFunction(StrictBody):
-    name: _Text
+class ToolMode(StrictBody):
+    type: Literal["none", "auto", "required", "any"]
 
 
-class NamedTool(StrictBody):
-    type: Literal["function"]
-    function: NamedFunction
+def _as_choice(given: Any) -> Any:
+    return {"type": given} if isinstance(given, str) else given
 
 
-class TextPart(StrictBody):
-    type: Literal["text"]
-    text: str
+ToolChoice = Annotated[
+    ToolMode | NamedTool | AllowedToolChoice,
+    Field(discriminator="type"),
+    BeforeValidator(_as_choice),
+]
 
 
-class CalledFunction(StrictBody):
-    name: str
-    arguments: str
-
-
-class Call(StrictBody):
-    ignored = frozenset({"index"})
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(StrictBody):
-    """One message of a conversation; an earlier answer may be sent back as it was."""
-
-    ignored = frozenset({"annotations", "audio", "function_call", "refusal"})
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """vLLM's new name of the same."""
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: text in one piece, arguments as objects."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        for key in ("name", "tool_call_id"):
-            if getattr(self, key) is not None:
-                message[key] = getattr(self, key)
-        if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
-            message["reasoning_content"] = thought
-        if self.tool_calls:
-            message["tool_calls"] = [_called(call) for call in self.tool_calls]
-        return message
-
-
-class JsonSchema(StrictBody):
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(StrictBody):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ChatCompletion(Sampling):
+class ChatCompletion(Sampling, TemplateFields):
     """/v1/chat/completions."""
 
+    refused = CHAT_REFUSED
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, strict=True)
     logprobs: StrictBool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
-    tools: list[OfferedTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    response_format: ResponseFormat | None = None
+    tools: list[OfferedTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolMode(type="auto")
+    add_generation_prompt: StrictBool | None = None
+    """False: the prompt ends with the last message, without the opening of an answer."""
+    continue_final_message: StrictBool = False
+    """The answer goes on where the last message, an assistant's, ends."""
+
+    def conflicts(self) -> dict[str, str]:
+        last = self.messages[-1]
+        is_open = last.role == "assistant" and not last.tool_calls
+        return super().conflicts() | {
+            "continue_final_message": (
+                "the last message is no text of an assistant; leave it out"
+                if self.is_continued and not is_open
+                else ""
+            ),
+            "add_generation_prompt": (
+                "true opens a new answer, and continue_final_message goes on with the last; "
+                "give false"
+                if self.is_continued and self.add_generation_prompt
+                else ""
+            ),
+        }
+
+    @property
+    def is_continued(self) -> bool:
+        return self.continue_final_message or self.messages[-1].prefix
+
+    @property
+    def has_opening(self) -> bool:
+        """The prompt ends with the opening of an answer."""
+        return not self.is_continued and self.add_generation_prompt is not False
 
     @property
     def num_top(self) -> int | None:
@@ -244,30 +286,35 @@ class ChatCompletion(Sampling):
 
     @property
     def is_tool_forced(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice.type in ("required", "any", "function")
+
+    @property
+    def forced_name(self) -> str | None:
+        """The tool that must be called; None where any may be, or none must."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     def tool_specs(self) -> list[dict[str, Any]]:
         """The tools as the chat template reads them; none where they must not be used."""
-        if not self.tools or self.tool_choice == "none":
+        choice = self.tool_choice
+        if isinstance(choice, ToolMode) and choice.type == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        tools = self.tools
+        if isinstance(choice, AllowedToolChoice):
+            allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool.function.name in allowed]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
-    def grammar(self) -> Grammar | None:
-        given = [super().grammar()]
+    def grammars(self) -> list[Grammar]:
+        found = super().grammars()
         if self.is_tool_forced:
-            named = self.tool_choice
-            name = named.function.name if isinstance(named, NamedTool) else None
-            if not self.tools:
+            specs = self.tool_specs()
+            if not specs:
                 raise ValueError("tool_choice: asks for a call, but tools is empty")
-            given.append(Grammar("json_schema", call_schema(self.tool_specs(), name)))
-        form = self.response_format
-        if form is not None and form.type == "json_object":
-            given.append(Grammar("json_schema", '{"type": "object"}'))
-        if form is not None and form.type == "json_schema":
-            if form.json_schema is None:
-                raise ValueError("response_format: type json_schema needs json_schema")
-            given.append(Grammar("json_schema", json.dumps(form.json_schema.schema_)))
-        return _only(given)
+            found.append(Grammar("json_schema", call_schema(specs, self.forced_name)))
+        return found
 
 
 class Generate(StrictBody):
@@ -275,8 +322,8 @@ class Generate(StrictBody):
     grammar is {"kind": ..., "value": ..., "choices": [...]}."""
 
     ids: list[_TokenId]
-    request_id: _Text | None = None
-    params: dict[str, Any] = {}
+    request_id: Text | None = None
+    params: dict[str, Any] = Field(default_factory=dict)
     stream: StrictBool = False
     priority: int = Field(0, strict=True)
 
@@ -290,9 +337,9 @@ class TokenGenerate(StrictBody):
 
     ignored = frozenset({"cache_salt", "stream_options"})
     model: str | None = None
-    request_id: _Text | None = None
+    request_id: Text | None = None
     token_ids: list[_TokenId]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
     stream: Literal[False] = False
     priority: int = Field(0, strict=True)
     sampled: dict[str, Any] | None = None
@@ -320,10 +367,15 @@ class TokenGenerate(StrictBody):
         return None if self.sampled is None else Output.from_json(self.sampled)
 
 
-_OUR_NAMES = {"logprobs": "top_logps", "prompt_logprobs": "prompt_logps"}
+_OUR_NAMES = {
+    "logprobs": "top_logps",
+    "prompt_logprobs": "prompt_logps",
+    "include_stop_str_in_output": "include_stop",
+    "skip_special_tokens": "skip_special",
+}
 _WITHOUT_EFFECT = frozenset(
     {"extra_args", "flat_logprobs", "output_kind", "routed_experts_prompt_start"}
-    | {"skip_special_tokens", "spaces_between_special_tokens"}
+    | {"spaces_between_special_tokens"}
 )
 
 
@@ -353,7 +405,7 @@ def _sampling(where: str, given: dict[str, Any]) -> SamplingParams:
 class Abort(StrictBody):
     """/abort: the request of that id, or all."""
 
-    request_id: _Text | None = None
+    request_id: Text | None = None
     all: StrictBool = False
 
     @model_validator(mode="after")
@@ -366,7 +418,7 @@ class Abort(StrictBody):
 class UpdateWeights(StrictBody):
     """/update_weights: safetensors of a folder on the server's machine."""
 
-    path: _Text
+    path: Text
     version: int = Field(ge=0, strict=True)
     checksums: dict[str, Annotated[int, Field(strict=True)]] | None = None
     """Of every tensor by its name, as `kernels.checksum`. A tensor with another one, and one that
@@ -386,28 +438,6 @@ def _check_types(where: str, fields: dict[str, Any]) -> None:
     for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
         if any(type(item) is not kind for item in fields.get(name) or ()):
             raise ValueError(f"{where}.{name}: every entry must be of type {kind.__name__}")
-
-
-def _called(call: Call) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    with suppress(ValueError):  # a broken call is shown to the template as it was written
-        arguments = json.loads(arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _only(given: list[Grammar | None]) -> Grammar | None:
-    found = [grammar for grammar in given if grammar is not None]
-    if len(found) > 1:
-        raise ValueError(
-            "guided_json, guided_regex, guided_choice, response_format and a forced tool_choice "
-            "exclude each other: give one"
-        )
-    return found[0] if found else None
-
-
-def _text(value: dict[str, Any] | str) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _tuple(values: list[int] | None) -> tuple[int, ...] | None:

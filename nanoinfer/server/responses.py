@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.model.chat_template import Message
@@ -16,6 +17,7 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import ids_of, next_ids
 from nanoinfer.chat.reply import Reply, ReplyReader, ReplyStream, opened_reasoning, spoken_ids
 from nanoinfer.params import Output
+from nanoinfer.server.prompt_scores import prompt_scores, with_top, without_answer
 from nanoinfer.server.requests import ChatCompletion, Completion
 from nanoinfer.server.token_text import TextOffsets, token_bytes, token_names
 from nanoinfer.server.tool_calls import FunctionCall, function_call, parse_call
@@ -43,20 +45,28 @@ def usage(num_prompt: int, outputs: Sequence[Output], n: int) -> Json:
 
 
 def chat_logprobs(
-    tokenizer: ChatTokenizer, ids: Sequence[int], logps: Sequence[float], top: Top
+    tokenizer: ChatTokenizer,
+    ids: Sequence[int],
+    logps: Sequence[float],
+    top: Top,
+    *,
+    by_id: bool = False,
 ) -> Json:
+    """With `by_id` tokens are named as in `token_choice`."""
+    entry = partial(_entry, tokenizer, by_id)
     tops = top if top else [()] * len(ids)
     return {
         "content": [
-            _entry(tokenizer, token, logp)
-            | {"top_logprobs": [_entry(tokenizer, *likely) for likely in row]}
+            entry(token, logp) | {"top_logprobs": [entry(*likely) for likely in row]}
             for token, logp, row in zip(ids, logps, tops, strict=True)
         ],
         "refusal": None,
     }
 
 
-def _entry(tokenizer: ChatTokenizer, token: int, logp: float) -> Json:
+def _entry(tokenizer: ChatTokenizer, by_id: bool, token: int, logp: float) -> Json:
+    if by_id:
+        return _id_entry(token, logp)
     raw = token_bytes(tokenizer, token)
     if raw is None:
         return {"token": tokenizer.decode([token]), "logprob": logp, "bytes": None}
@@ -69,12 +79,18 @@ def text_logprobs(
     logps: Sequence[float | None],
     top: Sequence[Sequence[tuple[int, float]] | None],
     offsets: TextOffsets,
+    *,
+    by_id: bool = False,
 ) -> Json:
     """`offsets` has seen the tokens before these of the answer's text. A token is named as among
-    the likeliest beside it, so that the keys of a row are as many as its tokens."""
+    the likeliest beside it, so that the keys of a row are as many as its tokens; with `by_id` as in
+    `token_choice`."""
     tokens, tops = [], []
     for token, row in zip(ids, top if top else [None] * len(ids), strict=True):
-        names = token_names(tokenizer, [*dict(row or ()), token])
+        shown = [*dict(row or ()), token]
+        names = (
+            {one: f"token_id:{one}" for one in shown} if by_id else token_names(tokenizer, shown)
+        )
         tokens.append(names[token])
         tops.append(row and {names[likely]: logp for likely, logp in row})
     return {
@@ -162,6 +178,8 @@ class ChatFormat:
         prompt: Sequence[int],
     ) -> None:
         self.tokenizer = tokenizer
+        self.num_top, self.num_prompt_top = body.num_top, body.prompt_logprobs
+        self.by_id = body.return_tokens_as_token_ids
         self.has_logprobs = body.num_top is not None
         self.has_ids = body.return_token_ids
         self.form = form
@@ -171,6 +189,17 @@ class ChatFormat:
         has_calls = bool(body.tool_specs()) and not body.is_tool_forced
         reader = form.reader(has_tools=has_calls, opened=opened)
         self.tools = ToolUse(reader, body.is_tool_forced, messages)
+
+    def shown(self, output: Output) -> Output:
+        """What was asked for of an output."""
+        return with_top(output, self.num_top or 0)
+
+    def head(self, prompt: list[int], output: Output) -> Json:
+        """What stands beside the choices: the scores of the prompt that they share."""
+        if self.num_prompt_top is None:
+            return {}
+        scores = prompt_scores(self.tokenizer, prompt, output, self.num_prompt_top)
+        return {"prompt_logprobs": scores}
 
     def choice(self, index: int, _: list[int], output: Output) -> Json:
         text = output.text or ""
@@ -185,7 +214,9 @@ class ChatFormat:
             message["tool_calls"] = calls
         logprobs = None
         if self.has_logprobs:
-            logprobs = chat_logprobs(self.tokenizer, output.ids, output.logps, output.top_logps)
+            logprobs = chat_logprobs(
+                self.tokenizer, output.ids, output.logps, output.top_logps, by_id=self.by_id
+            )
         return {
             "index": index,
             "message": message,
@@ -223,7 +254,13 @@ class ChatDeltas:
             reason = "tool_calls" if calls else chunk.output.finish_reason
         logprobs = None
         if self._form.has_logprobs:
-            logprobs = chat_logprobs(self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps)
+            logprobs = chat_logprobs(
+                self._form.tokenizer,
+                chunk.ids,
+                chunk.logps,
+                chunk.top_logps,
+                by_id=self._form.by_id,
+            )
         ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
         if not delta and reason is None and logprobs is None and not ids:
             return None
@@ -267,9 +304,20 @@ class TextFormat:
 
     def __init__(self, tokenizer: ChatTokenizer, body: Completion) -> None:
         self.tokenizer = tokenizer
+        self.by_id = body.return_tokens_as_token_ids
         self.has_logprobs = body.logprobs is not None
         self.has_ids = body.return_token_ids
         self._echo = body.echo
+        self._num_top, self._num_prompt_top = body.num_top, body.prompt_logprobs
+        self._has_answer = body.max_tokens != 0
+
+    def shown(self, output: Output) -> Output:
+        """What was asked for of an output."""
+        return with_top(output if self._has_answer else without_answer(output), self._num_top or 0)
+
+    def head(self, prompt: list[int], output: Output) -> Json:
+        """Each choice has the scores of its own prompt."""
+        return {}
 
     def choice(self, index: int, prompt: list[int], output: Output) -> Json:
         text, ids = output.text or "", output.ids
@@ -279,15 +327,19 @@ class TextFormat:
             text = self.tokenizer.decode(prompt, skip_special=True) + text
             ids = prompt + ids
             logps = [None, *output.prompt_logps, *logps]
-            top = [None, *output.prompt_top_logps, *top] if top else []
+            likeliest = [row[: self._num_top] for row in output.prompt_top_logps]
+            top = [None, *likeliest, *top] if self._num_top else []
         logprobs = None
         if self.has_logprobs:
             offsets = TextOffsets(self.tokenizer)
-            logprobs = text_logprobs(self.tokenizer, ids, logps, top, offsets)
+            logprobs = text_logprobs(self.tokenizer, ids, logps, top, offsets, by_id=self.by_id)
         reason = output.finish_reason
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         if self.has_ids:
             choice |= {"token_ids": output.ids, "prompt_token_ids": prompt}
+        if self._num_prompt_top is not None:
+            scores = prompt_scores(self.tokenizer, prompt, output, self._num_prompt_top)
+            choice["prompt_logprobs"] = scores
         return choice
 
     def start(self, index: int) -> TextDeltas:
@@ -309,7 +361,12 @@ class TextDeltas:
         logprobs = None
         if self._form.has_logprobs:
             logprobs = text_logprobs(
-                self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offsets
+                self._form.tokenizer,
+                chunk.ids,
+                chunk.logps,
+                chunk.top_logps,
+                self._offsets,
+                by_id=self._form.by_id,
             )
         ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
         if not chunk.text and reason is None and logprobs is None and not ids:

@@ -240,7 +240,8 @@ class _Play:
             return [one for one in found if isinstance(one, ToolCall)]
         if self._is_ours:
             raise _BrokenTurnError(
-                "unserved", f"the parser {parser.name!r} does not read back what it writes, {text!r}"
+                "unserved",
+                f"the parser {parser.name!r} does not read back what it writes, {text!r}",
             )
         errors = [str(one) for one in found if isinstance(one, ToolCallError)]
         raise _BrokenTurnError(

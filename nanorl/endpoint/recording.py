@@ -169,13 +169,19 @@ class Recording:
         opened = opened_reasoning(self.tokenizer, ids)
         replies = []
         for output in outputs:
-            text, stop_text = form.spoken(self.tokenizer, output.ids, call.stop)
+            text, stop_text = form.spoken(
+                self.tokenizer,
+                output.ids,
+                call.stop,
+                stop_ids=call.stop_token_ids,
+                min_tokens=call.min_tokens,
+            )
             reply = form.reply(text, output, call, stop_text, opened)
             replies.append(reply)
             messages = [*call.messages, message_of(reply)]
             node = self.tree.add(ids, output)
             said = _Said(messages, call.tools, node, call.has_instructions)
-            self._said.setdefault(_digests(call.tools, messages)[-1], said)
+            self._said.setdefault(_digests(call, messages)[-1], said)
             self._answers.setdefault(name, said)
             self._last = said
         return Sampled(ids, replies)
@@ -189,9 +195,12 @@ class Recording:
         if params.top_logps > MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logps={params.top_logps}: at most {MAX_TOP_LOGPROBS}")
         own = self._sampling
+        most = min(params.max_tokens, room)
         decided = replace(
             own,
-            max_tokens=min(params.max_tokens, room),
+            max_tokens=most,
+            min_tokens=min(params.min_tokens, most),
+            ignore_eos=params.ignore_eos,
             grammar=params.grammar,
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
@@ -225,7 +234,7 @@ class Recording:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
         try:
             return await self._bound.encoded(
-                [call.messages, call.tools], lambda: self._encoded(call)
+                [call.messages, call.tools, call.variables], lambda: self._encoded(call)
             )
         except ApiError as error:
             raise self.too_long() if error.code == TOO_LONG else error from None
@@ -241,14 +250,17 @@ class Recording:
             )  # fmt: skip
         try:
             form = self._forms.of(call.tools)
-            digests = _digests(call.tools, messages)
+            digests = _digests(call, messages)
             for end in range(len(messages) - 1, 0, -1):
                 said = self._said.get(digests[end - 1])
                 if said is not None:
                     history, new = form.written(messages[:end]), form.written(messages[end:])
-                    return self._go_on(said.node, history, new, form.schemas)
+                    return self._go_on(said.node, history, new, form.schemas, call.variables)
             return self.tokenizer.encode_chat(
-                form.opening(messages), add_generation_prompt=True, tools=form.schemas
+                form.opening(messages),
+                add_generation_prompt=True,
+                tools=form.schemas,
+                variables=call.variables,
             )
         except (ValueError, RecursionError) as error:  # the template rejects it
             raise ApiError(400, f"messages: {error}", "messages") from None
@@ -259,9 +271,12 @@ class Recording:
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Json] | None,
+        variables: Json,
     ) -> list[int]:
         last_id = node.output.ids[-1] if node.output.ids else None
-        after = ids_after_turn(self.tokenizer, last_id, history, new, tools=tools)
+        after = ids_after_turn(
+            self.tokenizer, last_id, history, new, tools=tools, variables=variables
+        )
         return node.ids[: -1 if after.replaces_end else None] + after.ids
 
     def _continued(self, call: ApiCall) -> ApiCall:
@@ -282,10 +297,11 @@ class Recording:
         except ValueError as error:
             raise ApiError(400, str(error), "tool_choice") from None
         room = self._room(ids)
-        params = replace(
+        most = room if call.max_tokens is None else min(call.max_tokens, room)
+        params = _with_ends(
             self._sampling,
-            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
-            stop=call.stop,
+            call,
+            max_tokens=most,
             grammar=grammar,
             top_logps=call.num_top or 0,
             n=1,
@@ -331,7 +347,11 @@ class Recording:
         whole: Output | None = None
         while True:
             so_far = [] if whole is None else whole.ids
-            rest = replace(params, max_tokens=params.max_tokens - len(so_far))
+            rest = replace(
+                params,
+                max_tokens=params.max_tokens - len(so_far),
+                min_tokens=max(0, params.min_tokens - len(so_far)),
+            )
             output = await self._generator.generate(ids + so_far, rest)
             whole = output if whole is None else _joined(whole, output)
             if output.finish_reason != "abort":
@@ -350,6 +370,22 @@ def _joined(first: Output, second: Output) -> Output:
         sampled_logps=first.sampled_logps + second.sampled_logps,
         num_cached_tokens=first.num_cached_tokens,
     )
+
+
+def _with_ends(sampling: SamplingParams, call: ApiCall, **more: Any) -> SamplingParams:
+    """`sampling` with all that a client says of where an answer ends. ApiError where it cannot
+    be."""
+    try:
+        return replace(
+            sampling,
+            min_tokens=call.min_tokens,
+            stop=call.stop,
+            stop_token_ids=call.stop_token_ids,
+            ignore_eos=call.ignore_eos,
+            **more,
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
 
 
 def _check_ends(params: SamplingParams) -> None:
@@ -377,11 +413,13 @@ def _grammar(call: ApiCall) -> Grammar | None:
     return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None, answer))
 
 
-def _digests(tools: Sequence[Json], messages: Sequence[Message]) -> list[bytes]:
-    """One for each message: a hash of the tools and of all messages so far. What clients change
+def _digests(call: ApiCall, messages: Sequence[Message]) -> list[bytes]:
+    """One for each message: a hash of the call's tools and variables, and of all messages so far.
+    What clients change
     when they send an answer back does not count: ids of calls, blanks around a text, the spelling
     of JSON."""
-    chain = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    opening = json.dumps([call.tools, call.variables], sort_keys=True)
+    chain = hashlib.blake2b(opening.encode(), digest_size=16)
     digests = []
     for message in messages:
         chain.update(json.dumps(_compared(message), sort_keys=True).encode() + b"\n")

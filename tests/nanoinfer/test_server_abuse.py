@@ -147,7 +147,11 @@ def test_a_bad_chat_is_refused_by_name(
         ("/v1/completions", {"prompt": [-1]}, "token -1 is outside"),
         ("/v1/completions", {"prompt": [1.5]}, "prompt"),
         ("/v1/completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix: unknown"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "suffix": "b"},
+            "suffix: nothing is filled in",
+        ),
         ("/v1/completions", {"prompt": ["a"] * 5}, "at most 4"),
         ("/generate", {"ids": []}, "empty prompt"),
         ("/generate", {"ids": [1], "params": {"temp": 1}}, "params.temp: unknown"),
