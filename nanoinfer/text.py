@@ -15,11 +15,14 @@ _MAX_HELD = 8  # tokens without a complete character before broken bytes are giv
 
 
 class TextStream:
-    """The text of one completion; control tokens are left out of it."""
+    """The text of one completion; control tokens are left out of it, unless told otherwise."""
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True
+    ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
         self._ids: list[int] = []
@@ -49,7 +52,7 @@ class TextStream:
         return self.text
 
     def _decoded(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special=True)
+        return self._tokenizer.decode(self._ids[start:], skip_special=self._skip_special)
 
     def _take(self, window: str) -> str | None:
         new = window[len(self._shown) :]

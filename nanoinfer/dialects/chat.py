@@ -18,6 +18,7 @@ from nanoinfer.dialects.exchange import (
     ServerEvent,
     bearer_key,
     forced_tool,
+    given_fields,
 )
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
@@ -65,6 +66,7 @@ class ChatDialect:
             is_streamed=asked.stream,
             has_usage=asked.is_usage_wanted,
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
+            sampling=given_fields(body, DECIDED),
         )
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
