@@ -255,7 +255,7 @@ def _text(tokenizer: ChatTokenizer, sampling: SglangSampling, output: Output) ->
 def _logprobs(
     asked: SglangGenerate, tokenizer: ChatTokenizer, prompt: Sequence[int], output: Output
 ) -> _Json:
-    found: _Json = Field(default_factory=dict)
+    found: _Json = {}
 
     def entry(token: int, logp: float | None) -> list[Any]:
         return [logp, token, tokenizer.decode([token]) if asked.return_text_in_logprobs else None]

@@ -88,7 +88,7 @@ def test_a_tool_loop_over_messages(way: str) -> None:
         ]
         last = ask_messages(client, way, turn, **tools)
         assert [block.text for block in last.content] == ["It is 5."]
-        assert (last.stop_reason, last.usage.output_tokens) == ("end_turn", len("It is 5.") + 1)
+        assert (last.stop_reason, last.usage.output_tokens) == ("end_turn", len("It is 5."))
         usage = last.usage
         assert usage.input_tokens + usage.cache_read_input_tokens == len(engine.prompts[1])
         read = make_tokenizer().decode(engine.prompts[1])
@@ -108,7 +108,7 @@ def test_a_tool_loop_over_responses(way: str) -> None:
         items = [{"role": "user", "content": ASKED}, *(one.model_dump() for one in said.output)]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
         last = ask_responses(client, way, input=[*items, result], tools=[RESPONSES_TOOL])
-        assert last.output_text == "It is 5." and last.usage.output_tokens == len("It is 5.") + 1
+        assert last.output_text == "It is 5." and last.usage.output_tokens == len("It is 5.")
 
 
 def test_both_apis_and_tokenize_make_the_same_prompt() -> None:
@@ -190,8 +190,7 @@ def test_a_streamed_answer_is_the_whole_one(text: str, tools: bool) -> None:
         turn = [{"role": "user", "content": ASKED}]
         said = [ask_messages(client, way, turn, **more) for way in ("whole", "stream")]
         told = [
-            [block.model_dump(exclude={"id", "signature"}) for block in one.content]
-            for one in said
+            [block.model_dump(exclude={"id", "signature"}) for block in one.content] for one in said
         ]
         assert told[0] == told[1]
         assert said[0].stop_reason == said[1].stop_reason
@@ -199,14 +198,16 @@ def test_a_streamed_answer_is_the_whole_one(text: str, tools: bool) -> None:
 
 
 def test_a_forced_tool_and_a_schema_rule_the_answer() -> None:
+    small = {"type": "object", "properties": {"a": {"enum": [2]}}, "required": ["a"]}
+    tool = MESSAGES_TOOL | {"input_schema": small | {"additionalProperties": False}}
     with speaking("unused") as (served, _):
         with messages_client(served) as client:
             said = ask_messages(
-                client, "stream", [{"role": "user", "content": ASKED}], tools=[MESSAGES_TOOL],
+                client, "stream", [{"role": "user", "content": ASKED}], tools=[tool],
                 tool_choice={"type": "tool", "name": "add"},
             )  # fmt: skip
             (use,) = said.content
-            assert use.name == "add" and use.input.keys() == {"a", "b"}
+            assert use.name == "add" and use.input == {"a": 2}
         with responses_client(served) as client:
             form = {"type": "json_schema", "name": "sum", "schema": {"enum": ["five"]}}
             said = client.responses.create(model="tiny", input=ASKED, text={"format": form})
@@ -217,8 +218,8 @@ def test_what_the_client_says_of_sampling_is_done() -> None:
     with speaking("4") as (served, engine):
         with messages_client(served) as client:
             ask_messages(
-                client, "whole", [{"role": "user", "content": ASKED}], temperature=0.25, top_p=0.5,
-                extra_body={"top_k": 7},
+                client, "whole", [{"role": "user", "content": ASKED}],
+                extra_body={"temperature": 0.25, "top_p": 0.5, "top_k": 7},
             )  # fmt: skip
         with responses_client(served) as client:
             client.responses.create(
@@ -299,8 +300,9 @@ def test_errors_have_the_form_of_the_api() -> None:
         ):
             got, told = served.send("/v1/messages", ask | more, key)
             assert (got, told["type"], told["error"]["type"]) == (status, "error", kind)
-        with messages_client(served, "wrong") as client, pytest.raises(
-            anthropic.AuthenticationError
+        with (
+            messages_client(served, "wrong") as client,
+            pytest.raises(anthropic.AuthenticationError),
         ):
             ask_messages(client, "whole", ask["messages"])
         with responses_client(served) as client:
@@ -341,11 +343,13 @@ def test_a_client_that_hangs_up_ends_its_request() -> None:
         connection.request(
             "POST", "/v1/responses", json.dumps(body), {"Authorization": f"Bearer {KEY}"}
         )
-        connection.getresponse().readline()
-        connection.sock.close() if connection.sock else None
+        response = connection.getresponse()
+        while b"delta" not in response.readline():
+            pass
+        response.close()
         connection.close()
         served.wait_idle()
-        assert engine.metrics()["num_aborted"] + engine.metrics()["num_finished"] == 1
+        assert engine.metrics()["num_aborted"] == 1
 
 
 def test_many_clients_stream_at_once_and_none_reads_anothers_words() -> None:
