@@ -305,9 +305,9 @@ def test_errors_have_the_form_of_the_api() -> None:
             pytest.raises(anthropic.AuthenticationError),
         ):
             ask_messages(client, "whole", ask["messages"])
-        with responses_client(served) as client:
-            with pytest.raises(openai.NotFoundError, match="'gpt' is not served; this is 'tiny'"):
-                client.responses.create(model="gpt", input="x")
+        other = pytest.raises(openai.NotFoundError, match="'gpt' is not served; this is 'tiny'")
+        with responses_client(served) as client, other:
+            client.responses.create(model="gpt", input="x")
         long = {"role": "user", "content": "word " * POSITIONS}
         got, told = served.send("/v1/messages", ask | {"messages": [long]})
         assert got == 400 and "the prompt is too long" in told["error"]["message"]
