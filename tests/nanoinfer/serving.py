@@ -77,10 +77,8 @@ def serve(
     engine: LLMEngine | None = None, tokenizer: ChatTokenizer | None = None, **options: Any
 ) -> Iterator[Served]:
     engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
-    given: dict[str, Any] = {
-        **{"model_name": "tiny", "limits": HttpLimits()},
-        **{"api_key": KEY, "admin_key": KEY},
-    }
+    given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
+    given["admin_key"] = options.get("api_key", KEY)  # one key for all, unless told otherwise
     app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), **(given | options))
     limits = (given | options)["limits"]
     server = uvicorn.Server(server_config(app.starlette(), limits, "127.0.0.1", 0))

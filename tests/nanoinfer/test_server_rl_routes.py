@@ -3,6 +3,7 @@ alone, and no path leads out of the folder that was named at the start."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,17 @@ def test_a_key_comes_in_each_way_that_clients_know(served: Served) -> None:
         assert get(f"http://any:{ADMIN}@{url}/flush_cache", headers=page).status_code == 401
         broken = {"Authorization": "Basic %%%"}
         assert get(f"http://{url}/v1/models", headers=broken).status_code == 401
+    aiohttp = pytest.importorskip("aiohttp")
+
+    async def ask() -> int:
+        async with (
+            aiohttp.ClientSession() as asking,
+            asking.post(f"http://any:{ADMIN}@{url}/reset_prefix_cache") as answer,
+        ):
+            status: int = answer.status
+            return status
+
+    assert asyncio.run(ask()) == 200
 
 
 def in_flight(served: Served, count: int) -> list[threading.Thread]:

@@ -70,8 +70,10 @@ def test_a_reply_is_the_same_however_it_is_cut(
 def test_text_comes_at_once_but_for_what_may_be_a_mark() -> None:
     call = ApiCall(messages=[*MESSAGES], tools=[TOOL])
     spoken = SpokenReply(ChatForm.of(TOKENIZER, [TOOL]), TOKENIZER, call, [])
-    steps = [("<thi", ("", "")), ("nk>Hm", ("Hm", "")), (". </th", (".", "")),
-             ("ink>\nLet", ("", "Let")), (" me <to", ("", " me")), ("ps> ", ("", " <tops>"))]  # fmt: skip
+    steps = [
+        ("<thi", ("", "")), ("nk>Hm", ("Hm", "")), (". </th", (".", "")),
+        ("ink>\nLet", ("", "Let")), (" me <to", ("", " me")), ("ps> ", ("", " <tops>")),
+    ]  # fmt: skip
     for piece, news in steps:
         assert spoken.push(TOKENIZER.encode(piece)) == news
 
