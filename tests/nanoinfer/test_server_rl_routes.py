@@ -199,14 +199,15 @@ def paths_out(root: Path) -> list[str]:
     """Folders that are not below `root`, by every way that leads there."""
     elsewhere = root.parent / "elsewhere"
     save_model(make_model(seed=5), elsewhere)
+    (root.parent / "empty").mkdir()
     (root / "link").symlink_to(elsewhere)
     (root / "step_9").mkdir()
     for file in elsewhere.iterdir():
         (root / "step_9" / file.name).symlink_to(file)
     inside = root / "step_1"
     return [
-        "../elsewhere", str(elsewhere), str(inside / ".." / ".." / "elsewhere"), "link", "step_9",
-        "/", "/etc", "step_1/../../elsewhere", "~",
+        "../elsewhere", "../empty", str(elsewhere), str(inside / ".." / ".." / "elsewhere"),
+        "link", "step_9", "/", "/etc", "step_1/../../elsewhere", "~",
     ]  # fmt: skip
 
 
