@@ -109,11 +109,13 @@ def make_app(config: ServerConfig) -> HttpApp:
         llm.tokenizer,
         model_name=name,
         limits=config.limits,
-        api_key=read_key(config.api_key_file),
-        admin_key=read_key(config.admin_key_file, flag="--admin-key-file"),
+        access=Access(
+            read_key(config.api_key_file),
+            read_key(config.admin_key_file, flag="--admin-key-file"),
+            config.allowed_hosts,
+        ),
         weights_root=config.weights_root,
         folder=config.model,
-        allowed_hosts=config.allowed_hosts,
     )
 
 
@@ -141,10 +143,8 @@ class HttpApp:
         *,
         model_name: str,
         limits: HttpLimits,
-        api_key: str | None = None,
-        admin_key: str | None = None,
+        access: Access,
         weights_root: Path | None = None,
-        allowed_hosts: tuple[str, ...] = (),
         folder: Path | None = None,
     ) -> None:
         self.client = client
@@ -157,7 +157,7 @@ class HttpApp:
         self._sglang = SglangGenerator(self._model, self._completions, self._control)
         self._model_name = model_name
         self._limits = limits
-        self._access = Access(api_key, admin_key, allowed_hosts)
+        self._access = access
         self.about = PageAbout()
 
     def starlette(self) -> Starlette:

@@ -184,7 +184,7 @@ class RlRoutes:
 
     async def _abort_requests(self, request: Request) -> Response:
         body = await self._read(request, AbortRequests)
-        names = body.request_ids or [None]
+        names: list[str | None] = [*body.request_ids] or [None]
         num = sum([await self._control.client.abort(name) for name in names])
         return JSONResponse({"status": "aborted", "aborted": num})
 

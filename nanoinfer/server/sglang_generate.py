@@ -112,7 +112,9 @@ class SglangGenerate(StrictBody):
     )
     input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
     text: str | Annotated[list[str], Field(min_length=1)] | None = None
-    sampling_params: SglangSampling | list[SglangSampling] = SglangSampling()
+    sampling_params: SglangSampling | list[SglangSampling] = Field(
+        default_factory=lambda: SglangSampling.model_validate({})
+    )
     return_logprob: StrictBool = False
     logprob_start_len: int = Field(-1, ge=-1, strict=True)
     top_logprobs_num: int = Field(0, ge=0, le=20, strict=True)
