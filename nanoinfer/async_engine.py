@@ -140,9 +140,13 @@ class AsyncEngine:
                     caller.set_result(output)
         return len(handles)
 
-    async def pause(self) -> None:
-        """No step runs after this returns; requests wait."""
+    async def pause(self, *, waits: bool = False) -> None:
+        """No step runs after this returns; requests wait. With `waits` those in flight are
+        answered first."""
         self._bind()
+        if waits:
+            async with self._answered(waits=True):
+                return await self.pause()
         self._can_step.clear()
         async with self._between_steps:
             self.engine.pause()
@@ -184,11 +188,12 @@ class AsyncEngine:
         await self.wake()
 
     @asynccontextmanager
-    async def _answered(self) -> AsyncIterator[None]:
-        """Inside, where `InferConfig.in_flight` is "wait", there is no request in flight."""
+    async def _answered(self, *, waits: bool = False) -> AsyncIterator[None]:
+        """Inside there is no request in flight, if `waits` or `InferConfig.in_flight` is "wait"."""
         self._can_add.clear()
         try:
-            can_end = self.engine.config.in_flight == "wait" and self._can_step.is_set()
+            waits = waits or self.engine.config.in_flight == "wait"
+            can_end = waits and self._can_step.is_set()
             if can_end and self._driver is not None:
                 await asyncio.wait({self._driver})  # it ends with the last of them
             yield

@@ -243,6 +243,12 @@ class LLMEngine:
         release_memory()  # a process that keeps its large buffers would keep this one too
         self.is_asleep = True
 
+    def flush_cache(self) -> int:
+        """Forget the cached prompts, unless requests are in flight; how many of them are."""
+        if not self.num_unfinished:
+            self._blocks.flush(self.version)
+        return self.num_unfinished
+
     def wake(self) -> None:
         if self.is_asleep:
             release_memory()  # what the sleeper's neighbour has freed meanwhile

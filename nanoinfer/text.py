@@ -29,7 +29,6 @@ class TextStream:
         skip_special: bool = True,
     ) -> None:
         self.text = ""
-        self._skip_special = skip_special
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens, self._num_free_chars = min_tokens, 0

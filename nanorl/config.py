@@ -468,7 +468,7 @@ class RolloutConfig:
     addresses: tuple[str, ...] = ()
     """Servers (nanoinfer.server) that somebody else started, used as further replicas."""
     api_key_file: Path | None = None
-    """The key of those servers, to hand them weights."""
+    """The admin's key of those servers (their --admin-key-file), to hand them weights."""
     threads: int = 0
     """CPU threads of each process; 0: those of the run divided among the replicas."""
 

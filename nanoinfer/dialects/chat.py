@@ -20,6 +20,7 @@ from nanoinfer.dialects.exchange import (
     ServerEvent,
     bearer_key,
     forced_tool,
+    given_fields,
 )
 from nanoinfer.server.chat_messages import ChatMessage
 from nanoinfer.server.harmless import CHAT_REFUSED
@@ -96,6 +97,7 @@ class ChatDialect:
             has_usage=asked.is_usage_wanted,
             has_reasoning=asked.shows_reasoning,
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
+            sampling=given_fields(body, DECIDED),
         )
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:

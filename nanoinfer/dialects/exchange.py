@@ -75,6 +75,11 @@ class ApiCall:
     ignored: tuple[str, ...] = ()
     """Names of given fields that the run decides, not the client: temperature, top_p, seed; and of
     tools that are not offered, since the API's own server would run them: web_search."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The fields that a run decides with what was given, which a server goes by:
+    {"temperature": 0.7}."""
+    is_kept: bool = False
+    """A later call may go on from the answer, by its id."""
 
     @property
     def has_bare_calls(self) -> bool:
@@ -109,8 +114,8 @@ class ApiReply:
 
     @property
     def is_cut(self) -> bool:
-        """A limit ended it."""
-        return self.output.finish_reason == "length"
+        """A limit ended it, or whoever controls the engine."""
+        return self.output.finish_reason != "stop"
 
 
 def message_of(reply: ApiReply) -> Message:
@@ -163,6 +168,11 @@ def forced_tool(tools: Sequence[Json], name: str | None) -> str:
     return name or ""
 
 
+def given_fields(body: Json, names: Sequence[str]) -> Json:
+    """Those of `names` that a body gives; a null is a field left out."""
+    return {name: body[name] for name in names if body.get(name) is not None}
+
+
 def bearer_key(headers: Mapping[str, str]) -> str:
     """The key of an `Authorization: Bearer KEY`; empty without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
@@ -195,6 +205,31 @@ class ServerEvent:
     """Of an `event:` line; None: there is none."""
 
 
+class AnswerStream(Protocol):
+    """The events of one answer of a single reply, while it is sampled. What `think` and `say` were
+    not told of the answer, `end` writes; so `begin` and `end` alone write the whole of it."""
+
+    def begin(self) -> Iterator[ServerEvent]:
+        """The events before the first token."""
+        ...
+
+    def think(self, text: str) -> Iterator[ServerEvent]:
+        """The reasoning goes on with `text`."""
+        ...
+
+    def say(self, text: str) -> Iterator[ServerEvent]:
+        """The reply goes on with `text`; no reasoning follows."""
+        ...
+
+    def end(self, answer: ApiAnswer) -> Iterator[ServerEvent]:
+        """The rest of the answer, whose reasoning and text begin with what was told."""
+        ...
+
+    def fail(self, error: ApiError) -> Iterator[ServerEvent]:
+        """The last events where there will be no answer."""
+        ...
+
+
 class Dialect(Protocol):
     """An API in which calls are made."""
 
@@ -221,6 +256,15 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> Json:
         """The body of an error, in the API's own form."""
+        ...
+
+
+@runtime_checkable
+class StreamingDialect(Dialect, Protocol):
+    """An API whose answers stream while they are sampled."""
+
+    def stream(self, call: ApiCall, begun: ApiAnswer) -> AnswerStream:
+        """The stream of an answer, of which `begun` is what is known: it has no replies yet."""
         ...
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -37,6 +38,7 @@ from nanoinfer.dialects.exchange import (
     assistant_message,
     bearer_key,
     forced_tool,
+    given_fields,
     read_arguments,
 )
 from nanoinfer.dialects.foreign_tools import ForeignTool
@@ -336,6 +338,7 @@ class MessagesDialect:
                 *(name for name in DECIDED if body.get(name) is not None),
                 *asked.left_out(),
             ),
+            sampling=given_fields(body, DECIDED),
         )
 
     def read_count(self, body: Json) -> ApiCall:
@@ -357,20 +360,12 @@ class MessagesDialect:
         }
 
     def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
-        (reply,) = answer.replies
-        opened: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = _head(answer) | opened | {"usage": _usage(answer, 0)}
-        yield _event("message_start", message=message)
-        for index, block in enumerate(_blocks(call, answer)):
-            start, deltas = _unfolded(block)
-            yield _event("content_block_start", index=index, content_block=start)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        ended = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
-        usage = _usage(answer, answer.num_sampled_tokens)
-        yield _event("message_delta", delta=ended, usage=usage)
-        yield _event("message_stop")
+        written = self.stream(call, replace(answer, replies=[]))
+        yield from written.begin()
+        yield from written.end(answer)
+
+    def stream(self, call: ApiCall, begun: ApiAnswer) -> MessageStream:
+        return MessageStream(self, call, begun)
 
     def error(self, error: ApiError) -> Json:
         other = "invalid_request_error" if error.status < 500 else "api_error"
@@ -379,6 +374,80 @@ class MessagesDialect:
         if error.code == UNTHREADED:
             told["details"] = {"error_code": UNTHREADED}
         return {"type": "error", "error": told, "request_id": None}
+
+
+class MessageStream:
+    """An `AnswerStream`: a block at a time, the next one once it is known that the last is over."""
+
+    def __init__(self, dialect: MessagesDialect, call: ApiCall, begun: ApiAnswer) -> None:
+        self._dialect, self._call, self._begun = dialect, call, begun
+        self._shown = {"thinking": "", "text": ""}
+        self._open: str | None = None
+        self._index = 0
+
+    def begin(self) -> Iterator[ServerEvent]:
+        opened: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = _head(self._begun) | opened | {"usage": _usage(self._begun, 0)}
+        yield _event("message_start", message=message)
+
+    def think(self, text: str) -> Iterator[ServerEvent]:
+        if self._call.has_reasoning:
+            yield from self._tell("thinking", text)
+
+    def say(self, text: str) -> Iterator[ServerEvent]:
+        yield from self._tell("text", text)
+
+    def end(self, answer: ApiAnswer) -> Iterator[ServerEvent]:
+        (reply,) = answer.replies
+        for block in _blocks(self._call, answer):
+            kind = block["type"]
+            if kind == "tool_use":
+                yield from self._use(block)
+                continue
+            rest = block[kind][len(self._shown[kind]) :]
+            if not block[kind]:  # a text without a word is a block all the same
+                yield from self._start(kind, {**block})
+            yield from self._tell(kind, rest)
+        yield from self._close()
+        ended = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
+        usage = _usage(answer, answer.num_sampled_tokens)
+        yield _event("message_delta", delta=ended, usage=usage)
+        yield _event("message_stop")
+
+    def fail(self, error: ApiError) -> Iterator[ServerEvent]:
+        told = self._dialect.error(error)
+        yield ServerEvent(told, told["type"])
+
+    def _tell(self, kind: str, text: str) -> Iterator[ServerEvent]:
+        if not text:
+            return
+        if self._open != kind:
+            unsigned = {"signature": ""} if kind == "thinking" else {}
+            yield from self._start(kind, {"type": kind, kind: "", **unsigned})
+        self._shown[kind] += text
+        delta = {"type": f"{kind}_delta", kind: text}
+        yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _use(self, block: Json) -> Iterator[ServerEvent]:
+        written = json.dumps(block["input"], ensure_ascii=False)
+        yield from self._start("tool_use", block | {"input": {}})
+        delta = {"type": "input_json_delta", "partial_json": written}
+        yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _start(self, kind: str, block: Json) -> Iterator[ServerEvent]:
+        yield from self._close()
+        self._open = kind
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> Iterator[ServerEvent]:
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            delta = {"type": "signature_delta", "signature": self._begun.id}
+            yield _event("content_block_delta", index=self._index, delta=delta)
+        yield _event("content_block_stop", index=self._index)
+        self._open = None
+        self._index += 1
 
 
 def _joined(blocks: Sequence[TextBlock | MediaPart]) -> str:
@@ -413,22 +482,6 @@ def _use_block(use: ApiToolCall) -> Json:
     return {"type": "tool_use", "id": use.id, "name": use.name, "input": given}
 
 
-def _unfolded(block: Json) -> tuple[Json, list[Json]]:
-    """A block as its stream begins, and the deltas that fill it."""
-    match block["type"]:
-        case "text":
-            deltas = [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
-            return block | {"text": ""}, deltas
-        case "thinking":
-            return block | {"thinking": "", "signature": ""}, [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        case _:
-            written = json.dumps(block["input"], ensure_ascii=False)
-            return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
-
-
 def _stop_reason(reply: ApiReply) -> str:
     if reply.is_cut:
         return "max_tokens"
@@ -439,8 +492,7 @@ def _stop_reason(reply: ApiReply) -> str:
 
 def _usage(answer: ApiAnswer, num_sampled: int) -> Json:
     """Tokens found in the prefix cache are none of `input_tokens` in this API."""
-    (reply,) = answer.replies
-    cached = reply.output.num_cached_tokens
+    cached = sum(reply.output.num_cached_tokens for reply in answer.replies)
     return {
         "input_tokens": answer.num_prompt_tokens - cached,
         "cache_creation_input_tokens": 0,

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -40,6 +42,7 @@ from nanoinfer.dialects.exchange import (
     assistant_message,
     bearer_key,
     forced_tool,
+    given_fields,
 )
 from nanoinfer.dialects.foreign_tools import (
     ForeignTool,
@@ -57,10 +60,18 @@ from nanoinfer.server.responses import chat_logprobs
 from nanoinfer.server.strict_body import Refused, StrictBody
 from nanoinfer.server.template_fields import Reasoning, thinking_variables
 
+CALL_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "function_call": ("arguments", "function_call_arguments"),
+        "custom_tool_call": ("input", "custom_tool_call_input"),
+    }
+)
+"""Of a call's item, by its type: the field that is streamed, and its events."""
 DECIDED = ("temperature", "top_p")
 """Fields that the run decides."""
 PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
+ENDS = ("completed", "incomplete", "failed")
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -491,6 +502,8 @@ class ResponsesDialect:
                 *(name for name in DECIDED if body.get(name) is not None),
                 *asked.left_out(),
             ),
+            sampling=given_fields(body, DECIDED),
+            is_kept=body.get("store") is not False,
         )
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
@@ -504,25 +517,15 @@ class ResponsesDialect:
         }
 
     def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
-        for number, data in enumerate(self._events(call, answer)):
-            yield ServerEvent(data | {"sequence_number": number}, data["type"])
+        written = self.stream(call, replace(answer, replies=[]))
+        yield from written.begin()
+        yield from written.end(answer)
+
+    def stream(self, call: ApiCall, begun: ApiAnswer) -> ResponseStream:
+        return ResponseStream(self, call, begun)
 
     def error(self, error: ApiError) -> Json:
         return error.to_json()
-
-    def _events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[Json]:
-        known: Json = {"status": "in_progress", "incomplete_details": None}
-        begun = _head(call, answer) | known | {"output": [], "usage": None}
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-        whole = self.write(call, answer)
-        for index, item in enumerate(whole["output"]):
-            where = {"output_index": index}
-            yield {"type": "response.output_item.added", **where, "item": _emptied(item)}
-            for event in _filling(item):
-                yield event | where | {"item_id": item["id"]}
-            yield {"type": "response.output_item.done", **where, "item": item}
-        yield {"type": f"response.{whole['status']}", "response": whole}
 
     def _items(self, call: ApiCall, answer: ApiAnswer) -> list[Json]:
         """What was said. Without calls there is a message, if only an empty one: clients count on
@@ -530,12 +533,9 @@ class ResponsesDialect:
         (reply,) = answer.replies
         items: list[Json] = []
         if reply.reasoning:
-            content = [{"type": "reasoning_text", "text": reply.reasoning}]
-            items.append(_item("reasoning", f"rs_{answer.id}", summary=[], content=content))
+            items.append(_thought(answer, reply.reasoning))
         if reply.text or not reply.calls:
-            text = {"type": "output_text", "text": reply.text, "annotations": []}
-            part = text | {"logprobs": self._logprobs(call, reply)}
-            said = _item("message", f"msg_{answer.id}", role="assistant", content=[part])
+            said = _message(answer, reply.text, self._logprobs(call, reply))
             if reply.is_cut:
                 said["status"] = "incomplete"
             items.append(said)
@@ -553,6 +553,116 @@ class ResponsesDialect:
             | {"top_logprobs": [_with_bytes(top) for top in entry["top_logprobs"]]}
             for entry in entries
         ]
+
+
+class ResponseStream:
+    """An `AnswerStream`: an item at a time. Log-probs are told of a whole text, at its end."""
+
+    def __init__(self, dialect: ResponsesDialect, call: ApiCall, begun: ApiAnswer) -> None:
+        self._dialect, self._call, self._begun = dialect, call, begun
+        self._shown = {"reasoning": "", "message": ""}
+        self._open: Json | None = None
+        self._closed: set[str] = set()
+        self._num_events = self._num_items = 0
+
+    def begin(self) -> Iterator[ServerEvent]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+
+    def think(self, text: str) -> Iterator[ServerEvent]:
+        yield from self._tell(_thought(self._begun, ""), text)
+
+    def say(self, text: str) -> Iterator[ServerEvent]:
+        yield from self._tell(_message(self._begun, "", []), text)
+
+    def end(self, answer: ApiAnswer) -> Iterator[ServerEvent]:
+        whole = self._dialect.write(self._call, answer)
+        for item in whole["output"]:
+            if item["id"] not in self._closed:
+                yield from self._rest(item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, error: ApiError) -> Iterator[ServerEvent]:
+        told = {"code": error.code or "server_error", "message": error.message}
+        failed = self._response("failed") | {"error": told}
+        yield self._event("response.failed", response=failed)
+
+    def _rest(self, item: Json) -> Iterator[ServerEvent]:
+        if item["type"] in CALL_FIELDS:
+            yield from self._call_events(item)
+            return
+        (part,) = item["content"]
+        done, kind = len(self._shown[item["type"]]), f"response.{part['type']}"
+        logprobs = {name: part[name] for name in ("logprobs",) if name in part}
+        yield from self._tell(item, part["text"][done:], logprobs if done == 0 else None)
+        if self._open is None:  # a text without a word is an item all the same
+            yield from self._start(item)
+        where = {"content_index": 0, "item_id": item["id"]}
+        yield self._event(f"{kind}.done", **where, text=part["text"], **logprobs)
+        yield self._event("response.content_part.done", **where, part=part)
+        yield from self._close(item)
+
+    def _tell(self, item: Json, text: str, logprobs: Json | None = None) -> Iterator[ServerEvent]:
+        if not text:
+            return
+        if self._open is not None and self._open["id"] != item["id"]:
+            shown = self._shown[self._open["type"]]
+            yield from self._rest(_thought(self._begun, shown))
+        if self._open is None:
+            yield from self._start(item)
+        self._shown[item["type"]] += text
+        (part,) = item["content"]
+        none_yet: Json = {"logprobs": []} if "logprobs" in part else {}
+        where = {"content_index": 0, "item_id": item["id"]}
+        yield self._event(
+            f"response.{part['type']}.delta", **where, delta=text, **(logprobs or none_yet)
+        )
+
+    def _call_events(self, item: Json) -> Iterator[ServerEvent]:
+        field, kind = CALL_FIELDS[item["type"]]
+        yield from self._add(item | {field: ""})
+        yield self._event(f"response.{kind}.delta", item_id=item["id"], delta=item[field])
+        done = {field: item[field]} | ({"name": item["name"]} if field == "arguments" else {})
+        yield self._event(f"response.{kind}.done", item_id=item["id"], **done)
+        yield from self._close(item)
+
+    def _start(self, item: Json) -> Iterator[ServerEvent]:
+        (part,) = item["content"]
+        yield from self._add(item | {"content": []})
+        empty = part | {"text": ""} | ({"logprobs": []} if "logprobs" in part else {})
+        where = {"content_index": 0, "item_id": item["id"]}
+        yield self._event("response.content_part.added", **where, part=empty)
+
+    def _add(self, item: Json) -> Iterator[ServerEvent]:
+        self._open = item
+        yield self._event("response.output_item.added", item=item | {"status": "in_progress"})
+
+    def _close(self, item: Json) -> Iterator[ServerEvent]:
+        yield self._event("response.output_item.done", item=item)
+        self._open = None
+        self._closed.add(item["id"])
+        self._num_items += 1
+
+    def _response(self, status: str) -> Json:
+        unsaid: Json = {"incomplete_details": None, "output": [], "usage": None}
+        return _head(self._call, self._begun) | {"status": status} | unsaid
+
+    def _event(self, kind: str, **fields: Any) -> ServerEvent:
+        is_of_item = kind.split(".")[1] not in ("created", "in_progress", *ENDS)
+        where = {"output_index": self._num_items} if is_of_item else {}
+        data = {"type": kind, **where, **fields, "sequence_number": self._num_events}
+        self._num_events += 1
+        return ServerEvent(data, kind)
+
+
+def _thought(answer: ApiAnswer, text: str) -> Json:
+    content = [{"type": "reasoning_text", "text": text}]
+    return _item("reasoning", f"rs_{answer.id}", summary=[], content=content)
+
+
+def _message(answer: ApiAnswer, text: str, logprobs: list[Json]) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return _item("message", f"msg_{answer.id}", role="assistant", content=[part])
 
 
 def _with_bytes(entry: Json) -> Json:
@@ -592,36 +702,6 @@ def _call_item(use: ApiToolCall, form: ToolForm | None) -> Json:
 
 def _item(kind: str, item_id: str, **fields: Any) -> Json:
     return {"type": kind, "id": item_id, "status": "completed", **fields}
-
-
-def _emptied(item: Json) -> Json:
-    """An item as its stream begins."""
-    unsaid = {"function_call": {"arguments": ""}, "custom_tool_call": {"input": ""}}
-    return item | {"status": "in_progress"} | unsaid.get(item["type"], {"content": []})
-
-
-def _filling(item: Json) -> Iterator[Json]:
-    """The events between an item's first and its last."""
-    if item["type"] == "function_call":
-        kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield {"type": f"{kind}.delta", "delta": arguments}
-        yield {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
-        return
-    if item["type"] == "custom_tool_call":
-        kind, text = "response.custom_tool_call_input", item["input"]
-        yield {"type": f"{kind}.delta", "delta": text}
-        yield {"type": f"{kind}.done", "input": text}
-        return
-    (part,) = item["content"]
-    text, kind = part["text"], f"response.{part['type']}"
-    where = {"content_index": 0}
-    logprobs = {name: part[name] for name in ("logprobs",) if name in part}
-    empty: Json = {**part, "text": "", **{name: [] for name in logprobs}}
-    yield {"type": "response.content_part.added", **where, "part": empty}
-    if text:
-        yield {"type": f"{kind}.delta", **where, "delta": text, **logprobs}
-    yield {"type": f"{kind}.done", **where, "text": text, **logprobs}
-    yield {"type": "response.content_part.done", **where, "part": part}
 
 
 def _usage(answer: ApiAnswer) -> Json:

@@ -1,11 +1,15 @@
 """The HTTP side of an engine: routes, admission, and what each route does.
 
     /v1/chat/completions  /v1/completions  /v1/models     OpenAI's format
-    /generate  /inference/v1/generate                     token ids in, token ids out; as vLLM's
-    /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights, with a key
+    /v1/responses  /v1/messages                           the APIs of agents (dialect_routes.py)
+    /generate  /inference/v1/generate                     token ids in, token ids out; as vLLM's,
+                                                          SGLang's (sglang_generate.py)
+    /tokenize  /detokenize                                text_routes.py
+    /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights, with a key;
+                                                          by other stacks' names (rl_routes.py)
     /abort  /drain                                        ends requests, which answer what they have
     /heartbeat                                            answers between two steps of the engine
-    /health  /metrics
+    /health  /metrics                                     and what about_routes.py lists
     /  /about                                             a page to chat on, its facts (page.py)
 
 A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
@@ -16,18 +20,15 @@ Left out: several models, users and quotas, TLS (put a proxy in front).
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from starlette.applications import Starlette
@@ -35,19 +36,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from torch import Tensor
 
-from kernels.checksum import checksum
-from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
+from nanoinfer.server.about_routes import AboutRoutes
+from nanoinfer.server.access import Access, read_key, require_key
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.config import HttpLimits, ServerConfig
-from nanoinfer.server.http_io import SHOWN_BYTES, ApiError, HungUpError, in_proportion, read_body
+from nanoinfer.server.control import Control, PauseMode
+from nanoinfer.server.dialect_routes import DialectRoutes
+from nanoinfer.server.http_io import (
+    SHOWN_BYTES,
+    ApiError,
+    Handler,
+    HungUpError,
+    in_proportion,
+    read_body,
+    read_json_body,
+    read_object,
+    user_errors,
+)
 from nanoinfer.server.page import PageAbout, about_response, page_response
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.prompt_bound import PromptBound
@@ -67,14 +79,14 @@ from nanoinfer.server.responses import (
     token_choice,
     usage,
 )
+from nanoinfer.server.rl_routes import RlRoutes, WeightDir
+from nanoinfer.server.served_model import ServedModel
+from nanoinfer.server.sglang_generate import SglangGenerate, SglangGenerator
+from nanoinfer.server.text_routes import TextRoutes
 from nanoinfer.streams import StreamChunk
 
 LOG = logging.getLogger("nanoinfer.http")
 OPEN_ROUTES = frozenset({"/", "/health"})  # a browser that opens the page has no key yet
-CONTROL_ROUTES = frozenset(
-    {"/abort", "/drain", "/pause", "/resume", "/sleep", "/wake", "/update_weights"}
-)
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(config: ServerConfig) -> HttpApp:
@@ -85,7 +97,7 @@ def make_app(config: ServerConfig) -> HttpApp:
         raise ValueError(
             f"threads={config.threads}: must be 1 to {4 * cores}, 4 for each of the {cores} cores"
         )
-    require_key(config.host, has_key=config.api_key_file is not None)
+    require_key(config.host, has_key=config.has_key)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     name = config.model_name or config.model.resolve().name
@@ -100,18 +112,14 @@ def make_app(config: ServerConfig) -> HttpApp:
         llm.tokenizer,
         model_name=name,
         limits=config.limits,
-        api_key=read_key(config.api_key_file),
+        access=Access(
+            read_key(config.api_key_file),
+            read_key(config.admin_key_file, flag="--admin-key-file"),
+            config.allowed_hosts,
+        ),
         weights_root=config.weights_root,
-        allowed_hosts=config.allowed_hosts,
+        folder=config.model,
     )
-
-
-def require_key(host: str, *, has_key: bool) -> None:
-    """`ValueError` where a network would be listened to without asking for a key."""
-    if not has_key and not is_loopback(host):
-        raise ValueError(
-            f"--host {host}: is open to the network; give --api-key-file, or listen on 127.0.0.1"
-        )
 
 
 def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
@@ -128,32 +136,8 @@ def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
     return found
 
 
-def read_key(file: Path | None, *, flag: str = "--api-key-file") -> str | None:
-    """The key that clients must send: the only line of `file`. `ValueError` if it is not one."""
-    if file is None:
-        return None
-    key = read_key_file(file, flag).strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(f"{flag} {file}: the API key must be one line of ASCII text, not empty")
-    return key
-
-
-def read_key_file(file: Path, flag: str) -> str:
-    """What stands in a file of keys. `ValueError` if it cannot be read. One that other users of the
-    machine can read is told of: they have the keys as well."""
-    file = file.expanduser()
-    try:
-        text = file.read_text(encoding="utf-8")
-        mode = file.stat().st_mode
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
-    if mode & 0o044:
-        LOG.warning("%s %s: other users can read this key; chmod 600 it", flag, file)
-    return text
-
-
 class HttpApp:
-    """The routes over one engine. /update_weights reads below `weights_root`, nowhere else."""
+    """The routes over one engine. Weights are read below `weights_root`, nowhere else."""
 
     def __init__(
         self,
@@ -162,9 +146,9 @@ class HttpApp:
         *,
         model_name: str,
         limits: HttpLimits,
-        api_key: str | None = None,
+        access: Access,
         weights_root: Path | None = None,
-        allowed_hosts: tuple[str, ...] = (),
+        folder: Path | None = None,
     ) -> None:
         self.client = client
         self.metrics = HttpMetrics()
@@ -172,14 +156,18 @@ class HttpApp:
         self._tokenizer = tokenizer
         self._forms = ChatForms(tokenizer)
         self._bound = PromptBound(tokenizer, client.engine.room(0), most_at_once=2)
+        self._model = ServedModel(client, tokenizer, model_name, self._bound, folder)
+        self._control = Control(self._model, self._completions, weights_root)
+        self._sglang = SglangGenerator(self._model, self._completions, self._control)
         self._model_name = model_name
         self._limits = limits
-        self._api_key = api_key
-        self._weights_root = weights_root
-        self._allowed_hosts = allowed_hosts
+        self._access = access
         self.about = PageAbout()
 
     def starlette(self) -> Starlette:
+        about = AboutRoutes(self._model, self._control)
+        rl = RlRoutes(self._control, self._limits)
+        text = TextRoutes(self._model, self._limits)
         get = {
             "/": self.page,
             "/about": self.tell_about,
@@ -187,58 +175,71 @@ class HttpApp:
             "/metrics": self.scrape,
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
+            **about.questions(),
+            **rl.questions(),
         }
         post = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
             "/generate": self.generate,
             "/inference/v1/generate": self.generate_choices,
-            "/abort": self.abort,
-            "/drain": self._control(self._completions.drain),
             "/heartbeat": self.heartbeat,
-            "/pause": self._control(self.client.pause),
-            "/resume": self._control(self._resume),
-            "/sleep": self._control(self.client.sleep),
-            "/wake": self._control(self.client.wake),
+            **dict.fromkeys(("/tokenize", "/v1/tokenize"), text.tokenize),
+            **dict.fromkeys(("/detokenize", "/v1/detokenize"), text.detokenize),
+        }
+        control = {
+            "/abort": self.abort,
+            "/drain": self._controlling(self._completions.drain),
+            "/pause": self.pause,
+            "/resume": self._controlling(self._control.resume),
+            "/sleep": self._controlling(self.client.sleep),
+            "/wake": self._controlling(self.client.wake),
             "/update_weights": self.update_weights,
         }
-        routes = [Route(path, self._guarded(path, f), methods=["GET"]) for path, f in get.items()]
+        routes = [self._route(path, ["GET"], handler) for path, handler in get.items()]
+        routes += [self._route(path, ["POST"], handler) for path, handler in post.items()]
         routes += [
-            Route(path, self._guarded(path, f), methods=["POST"]) for path, f in post.items()
+            self._route(path, ["POST"], handler, is_control=True)
+            for path, handler in control.items()
+        ]
+        routes += [
+            self._route(path, methods, handler, is_control=True, told=rl.error)
+            for path, methods, handler in rl.controls()
+        ]
+        agents = DialectRoutes(self._model, self._completions, self._limits, self._error)
+        routes += [
+            self._route(path, ["POST"], handler, told=told)
+            for path, handler, told in agents.routes()
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
     # Around every route
 
-    def _guarded(self, path: str, handler: Handler) -> Handler:
+    def _route(
+        self,
+        path: str,
+        methods: list[str],
+        handler: Handler,
+        *,
+        is_control: bool = False,
+        told: Callable[[ApiError], dict[str, Any]] = ApiError.to_json,
+    ) -> Route:
+        """A route that asks for a key; `told` is the body of an error there."""
+
         async def endpoint(request: Request) -> Response:
             start = time.perf_counter()
             try:
                 if path not in OPEN_ROUTES:
-                    self._check_key(request, path in CONTROL_ROUTES)
+                    self._access.check(request, is_control=is_control)
                 response = await handler(request)
             except Exception as error:
-                response = self._error(error).response()
+                shown = self._error(error)
+                response = JSONResponse(told(shown), shown.status, shown.headers)
             self.metrics.responses[path, response.status_code] += 1
             self.metrics.request_s.observe(time.perf_counter() - start)
             return response
 
-        return endpoint
-
-    def _check_key(self, request: Request, is_control: bool) -> None:
-        if self._api_key is None:
-            if is_foreign_page(request):  # any web page can send requests to loopback
-                raise ApiError(403, "a browser's request; start the server with an API key")
-            host = request.url.hostname or ""
-            if not is_loopback(host) and host not in self._allowed_hosts:
-                # a page's own name that was made to lead here, which no Origin tells
-                raise ApiError(403, f"host {host!r} is not this server's; add it to allowed_hosts")
-            if is_control:
-                raise ApiError(403, "closed; start the server with an API key")
-            return
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            raise ApiError(401, "wrong or missing API key; send Authorization: Bearer KEY")
+        return Route(path, endpoint, methods=methods)
 
     def _error(self, error: BaseException) -> ApiError:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
@@ -266,7 +267,7 @@ class HttpApp:
         tools, variables = body.tool_specs(), body.variables()
         form = self._forms.of(tools)
         limit = body.max_completion_tokens or body.max_tokens
-        with _user_errors():
+        with user_errors():
             ids = await self._bound.encoded(
                 [messages, tools, variables],
                 lambda: chat_ids(
@@ -288,7 +289,7 @@ class HttpApp:
     async def complete(self, request: Request) -> Response:
         body: Completion = await self._read(request, Completion)
         head = self._head("cmpl", "text_completion", body)
-        with _user_errors():
+        with user_errors():
             limit = 16 if body.max_tokens is None else body.max_tokens  # 16 as in OpenAI's API
             prompts = [
                 body.cut(ids, self._bound.max_tokens, limit) for ids in await self._prompts(body)
@@ -312,13 +313,7 @@ class HttpApp:
         return {"id": name, "object": kind, "created": created, "model": model}
 
     def _adapter(self, model: str | None) -> str:
-        """The adapter that a request's `model` names; empty for the model itself."""
-        if model is None or model == self._model_name:
-            return ""
-        if model in self.client.engine.adapters:
-            return model
-        served = ", ".join(repr(name) for name in [self._model_name, *self.client.engine.adapters])
-        raise ApiError(404, f"model {model!r} is not served; this is {served}", "model")
+        return self._model.adapter(model)
 
     async def _jobs(
         self, body: Sampling, prompts: list[list[int]], limit: int | None
@@ -380,9 +375,14 @@ class HttpApp:
         )
 
     async def generate(self, request: Request) -> Response:
-        body: Generate = await self._read(request, Generate)
+        limits = self._limits
+        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        if "ids" not in given and given.keys() & {"input_ids", "text"}:
+            asked = read_json_body(given, SglangGenerate)
+            return await self._sglang.answer(request, asked, limits.request_timeout_s)
+        body = read_json_body(given, Generate)
         name = body.request_id or uuid.uuid4().hex
-        with _user_errors():
+        with user_errors():
             params = body.sampling()
             jobs = await self._completions.admit([body.ids], params.n, lambda _: params)
         if body.stream:
@@ -401,7 +401,7 @@ class HttpApp:
         adapter = self._adapter(body.model)
         name, seed = body.request_id or uuid.uuid4().hex, uuid.uuid4().int % 2**63
         ids = body.token_ids
-        with _user_errors():
+        with user_errors():
             part = body.part()
             params = body.sampling(max(1, self.client.engine.room(len(ids))), seed)
             params = replace(params, adapter=params.adapter or adapter)
@@ -421,32 +421,34 @@ class HttpApp:
 
     # The owner of the weights
 
-    def _control(self, action: Callable[[], Awaitable[None]]) -> Handler:
+    def _controlling(self, action: Callable[[], Awaitable[None]]) -> Handler:
         async def handler(_: Request) -> Response:
             await action()
-            return JSONResponse(self._state())
+            return JSONResponse(self._control.state())
 
         return handler
 
-    async def _resume(self) -> None:
-        self._completions.is_drained = False
-        await self.client.resume()
+    async def pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "keep")
+        if mode not in get_args(PauseMode):
+            raise ApiError(400, f"mode: {mode!r}: one of {', '.join(get_args(PauseMode))}", "mode")
+        await self._control.pause(cast(PauseMode, mode))
+        return JSONResponse(self._control.state())
 
     async def abort(self, request: Request) -> Response:
         body: Abort = await self._read(request, Abort)
         return JSONResponse({"num_aborted": await self.client.abort(body.request_id)})
 
     async def update_weights(self, request: Request) -> Response:
-        body: UpdateWeights = await self._read(request, UpdateWeights)
-        if self._weights_root is None:
-            raise ApiError(403, "this server was started without --weights-root")
-        folder = (self._weights_root / body.path).resolve()
-        if not folder.is_relative_to(self._weights_root.resolve()):
-            raise ApiError(403, f"path: {body.path!r} is not below the server's --weights-root")
-        with _user_errors():
-            state = verified(read_state(folder), body.checksums)
-            await self.client.update_weights(state, body.version)
-        return JSONResponse(self._state())
+        limits = self._limits
+        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        if "weight_dir" in given:
+            dir_body = read_json_body(given, WeightDir)
+            await self._control.load_weights(dir_body.weight_dir, None)
+        else:
+            body = read_json_body(given, UpdateWeights)
+            await self._control.load_weights(body.path, body.version, body.checksums)
+        return JSONResponse(self._control.state())
 
     # About the server
 
@@ -457,7 +459,7 @@ class HttpApp:
         return about_response(self.about, self._model_name)
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"} | self._state())
+        return JSONResponse({"status": "ok"} | self._control.state())
 
     async def heartbeat(self, _: Request) -> Response:
         return JSONResponse(await self.client.beat())
@@ -479,53 +481,6 @@ class HttpApp:
         if adapter:
             card["parent"] = self._model_name
         return card | {"max_model_len": self.client.engine.room(0)}
-
-    def _state(self) -> dict[str, Any]:
-        engine = self.client.engine
-        return {
-            "version": engine.version,
-            "is_paused": engine.is_paused,
-            "is_asleep": engine.is_asleep,
-            "is_drained": self._completions.is_drained,
-        }
-
-
-def verified(
-    state: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Hand on all of `state`. `ValueError` for a tensor that is not what its checksum says, or has
-    none; without any checksums nothing is verified."""
-    for name, tensor in state:
-        if checksums is not None and checksums.get(name) != checksum(tensor):
-            what = "is not what was written" if name in checksums else "is not among the checksums"
-            raise ValueError(f"tensor {name!r} {what}; nothing was loaded")
-        yield name, tensor
-
-
-def is_foreign_page(request: Request) -> bool:
-    """True for a request of a web page that another server, or nobody, has sent. A page of a name
-    that was made to lead here is not foreign by this rule: its host is refused as such."""
-    origin = request.headers.get("origin")
-    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
-
-
-def is_loopback(host: str) -> bool:
-    """True for a name or address by which this machine calls itself."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Inside, a `ValueError` is about what the client asked for."""
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-        name = message.split(":")[0].split("=")[0]
-        raise ApiError(400, message, name if name.isidentifier() else None) from None
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -95,6 +95,16 @@ class Completions:
         work = self._run(jobs, priority, name, None)
         return await while_connected(request.receive, work, self._limits.request_timeout_s)
 
+    async def sampled(
+        self,
+        jobs: list[CompletionJob],
+        priority: int,
+        name: str,
+        on_chunk: OnChunk | None = None,
+    ) -> list[Output]:
+        """As `run`, for work that watches the connection itself; chunks go to `on_chunk`."""
+        return await self._run(jobs, priority, name, on_chunk)
+
     def stream(
         self,
         jobs: list[CompletionJob],

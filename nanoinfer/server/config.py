@@ -71,16 +71,25 @@ class ServerOptions:
     port: int = 8000
     """0: any free one, printed at the start."""
     api_key_file: Path | None = None
-    """File whose content clients must send as their API key; without one the server listens on this
-    machine alone, and /pause, /sleep, /abort and the like are closed."""
+    """File whose content clients must send as their API key; without any key the server listens on
+    this machine alone."""
+    admin_key_file: Path | None = None
+    """File with the key of the weights' owner. It opens every route; /pause, /sleep, /abort,
+    /update_weights and the like it alone opens: without it they are closed."""
     allowed_hosts: tuple[str, ...] = ()
     """Names, besides this machine's own, by which clients without a key may call the server."""
     weights_root: Path | None = None
-    """/update_weights reads folders below this one; without it the route is closed."""
+    """/update_weights and the loading of adapters read folders below this one; without it these
+    routes are closed."""
     threads: int | None = None
     """Threads of torch; default: torch's own choice."""
     infer: InferConfig = field(default_factory=InferConfig)
     limits: HttpLimits = field(default_factory=HttpLimits)
+
+    @property
+    def has_key(self) -> bool:
+        """Clients are asked for one."""
+        return self.api_key_file is not None or self.admin_key_file is not None
 
 
 @dataclass(frozen=True, kw_only=True)

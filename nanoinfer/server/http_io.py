@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -21,7 +22,8 @@ from nanoinfer.server.strict_body import explained
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
+Emit = Callable[[Any], Awaitable[None]]
+Handler = Callable[[Request], Awaitable[Response]]
 LARGE_BYTES = 1 << 14
 """What is smaller is worked on in less time than a thread takes to begin under load."""
 SHOWN_BYTES = 64
@@ -55,6 +57,17 @@ class ApiError(Exception):
 
 class HungUpError(Exception):
     """The client closed its connection."""
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Inside, a `ValueError` is about what the client asked for."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        name = message.split(":")[0].split("=")[0]
+        raise ApiError(400, message, name if name.isidentifier() else None) from None
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
@@ -166,6 +179,8 @@ class EventStream(Response):
     An error after the first byte cannot change the status any more: it is the last event.
     """
 
+    last_line = "data: [DONE]\n\n"
+
     def __init__(
         self,
         work: Callable[[Emit], Coroutine[Any, Any, None]],
@@ -180,8 +195,8 @@ class EventStream(Response):
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
 
-        async def emit(value: dict[str, Any]) -> None:
-            await send(_body(f"data: {json.dumps(value)}\n\n"))
+        async def emit(value: Any) -> None:
+            await send(_body(self.lines(value)))
 
         try:
             await while_connected(receive, self._work(emit), self._limit_s)
@@ -189,9 +204,17 @@ class EventStream(Response):
             self._on_error(error)
             return
         except Exception as error:
-            await emit(self._on_error(error).to_json())
-        await send(_body("data: [DONE]\n\n"))
+            await send(_body(self.error_lines(self._on_error(error))))
+        await send(_body(self.last_line))
         await send({"type": "http.response.body", "body": b""})
+
+    def lines(self, value: Any) -> str:
+        """An event as it is sent."""
+        return f"data: {json.dumps(value)}\n\n"
+
+    def error_lines(self, error: ApiError) -> str:
+        """The same of an error."""
+        return self.lines(error.to_json())
 
 
 def _body(text: str) -> Message:

@@ -10,7 +10,8 @@ import socket
 
 import uvicorn
 
-from nanoinfer.server.app import make_app, require_key
+from nanoinfer.server.access import require_key
+from nanoinfer.server.app import make_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connection import server_config
 from nanoinfer.server.listening import bind
@@ -33,7 +34,7 @@ class _Server(uvicorn.Server):
 def run_server(config: ServerConfig, about: PageAbout | None = None) -> None:
     """Serve until Ctrl-C; `about` is for the page. `ValueError` for options that cannot be, before
     anything is loaded."""
-    require_key(config.host, has_key=config.api_key_file is not None)
+    require_key(config.host, has_key=config.has_key)
     with bind(config.host, config.port) as listener:
         app = make_app(config)
         if about is not None:

@@ -30,14 +30,14 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
+from nanoinfer.dialects.call_params import call_grammar, check_stop
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
-from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.completions import check_grammar_size
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
-from nanoinfer.server.tool_calls import call_schema
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
@@ -45,8 +45,6 @@ from nanorl.endpoint.call_tree import CallNode, CallTree
 from nanorl.rewards.base import Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
 
-MAX_STOP_TEXTS = 16  # as OpenAI's API, which allows 4; the engine looks for each in every token
-MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 1000
 
 
@@ -293,7 +291,7 @@ class Recording:
 
     def _params(self, call: ApiCall, ids: Sequence[int]) -> SamplingParams:
         try:
-            grammar = _grammar(call)
+            grammar = call_grammar(call)
         except ValueError as error:
             raise ApiError(400, str(error), "tool_choice") from None
         room = self._room(ids)
@@ -390,27 +388,13 @@ def _with_ends(sampling: SamplingParams, call: ApiCall, **more: Any) -> Sampling
 
 def _check_ends(params: SamplingParams) -> None:
     """ApiError for texts and grammars that would cost the engine more than the answer."""
-    stop, longest = params.stop, max(map(len, params.stop), default=0)
-    if len(stop) > MAX_STOP_TEXTS:
-        raise ApiError(400, f"stop: {len(stop)} texts; at most {MAX_STOP_TEXTS}", "stop")
-    if longest > MAX_STOP_CHARS:
-        raise ApiError(
-            400, f"stop: a text of {longest} characters; at most {MAX_STOP_CHARS}", "stop"
-        )
+    check_stop(params.stop)
     if len(params.stop_token_ids) > MAX_STOP_IDS:
         raise ApiError(400, f"stop_token_ids: at most {MAX_STOP_IDS}", "stop_token_ids")
     try:
         check_grammar_size(params.grammar, HttpLimits())
     except ValueError as error:
         raise ApiError(400, str(error)) from None
-
-
-def _grammar(call: ApiCall) -> Grammar | None:
-    if not call.has_bare_calls:
-        return call.grammar
-    # Where no call is forced, the schema is the answer's, and before it the model may call.
-    answer = call.grammar.value if call.forced_tool is None and call.grammar else None
-    return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None, answer))
 
 
 def _digests(call: ApiCall, messages: Sequence[Message]) -> list[bytes]:

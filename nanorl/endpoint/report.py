@@ -113,7 +113,7 @@ def read_scorer_key(file: Path) -> str:
         )
     if file.stat().st_mode & 0o077:
         raise ValueError(f"{flag}: other users may read it; chmod 600 {file}")
-    from nanoinfer.server.app import read_key  # here: few runs have a scorer
+    from nanoinfer.server.access import read_key  # here: few runs have a scorer
 
     key = read_key(file, flag="--agent.scorer-key-file") or ""
     if len(key) < MIN_KEY_CHARS or " " in key:

@@ -39,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.server.app import is_loopback, read_key
+from nanoinfer.server.access import is_loopback, read_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body

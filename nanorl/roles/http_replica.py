@@ -53,7 +53,7 @@ class HttpReplica:
     url: str
     """http://host:port, or https."""
     api_key: str | None = None
-    """What the server's --api-key-file holds; without it weights and drains are refused."""
+    """What the server's --admin-key-file holds; without it weights and drains are refused."""
     timeout_s: float = 600.0
     """A call that takes longer counts as lost."""
 

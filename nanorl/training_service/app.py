@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from nanoengine.model.device import worker_thread
 from nanoengine.tensor_file import CheckpointError
-from nanoinfer.server.app import require_key
+from nanoinfer.server.access import require_key
 from nanoinfer.server.http_io import (
     ApiError,
     HungUpError,

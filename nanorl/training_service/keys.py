@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from nanoinfer.server.app import read_key_file
+from nanoinfer.server.access import read_key_file
 
 PREFIX = "tml-"
 """Of every key: Tinker's client sends no other."""

@@ -6,7 +6,7 @@ import socket
 
 import uvicorn
 
-from nanoinfer.server.app import require_key
+from nanoinfer.server.access import require_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import server_config
 from nanoinfer.server.listening import bind

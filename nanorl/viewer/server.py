@@ -38,7 +38,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.server.app import is_loopback
+from nanoinfer.server.access import is_loopback
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.listening import listen

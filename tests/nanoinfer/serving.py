@@ -20,6 +20,7 @@ uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
 from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
+from nanoinfer.server.access import Access  # noqa: E402
 from nanoinfer.server.app import HttpApp  # noqa: E402
 from nanoinfer.server.config import HttpLimits  # noqa: E402
 from nanoinfer.server.connection import server_config  # noqa: E402
@@ -78,8 +79,12 @@ def serve(
 ) -> Iterator[Served]:
     engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
     given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
-    app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), **(given | options))
-    limits = (given | options)["limits"]
+    given["admin_key"] = options.get("api_key", KEY)  # one key for all, unless told otherwise
+    given["allowed_hosts"] = ()
+    given |= options
+    access = Access(*(given.pop(name) for name in ("api_key", "admin_key", "allowed_hosts")))
+    app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), access=access, **given)
+    limits = given["limits"]
     server = uvicorn.Server(server_config(app.starlette(), limits, "127.0.0.1", 0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -275,6 +275,7 @@ def test_what_a_client_may_ask_for() -> None:
         messages=[*USER], tools=[ADD_SPEC], max_tokens=16, stop=("END", "\n\n"),
         ignored=("temperature", "top_k"), has_reasoning=False,
         variables={"reasoning_effort": "low"},
+        sampling={"temperature": 0.3, "top_k": 5},
     )  # fmt: skip
     schema = {"format": {"type": "json_schema", "schema": SCHEMA}}
     assert read(output_config=schema).grammar == Grammar("json_schema", json.dumps(SCHEMA))

@@ -282,7 +282,7 @@ def test_content_is_read_in_both_forms() -> None:
         {"role": "system", "content": "e"},
     ]
     assert call.has_instructions
-    assert read() == ApiCall(messages=[USER])
+    assert read() == ApiCall(messages=[USER], is_kept=True)
 
 
 def test_calls_belong_to_the_message_before_them() -> None:
@@ -323,7 +323,8 @@ def test_what_a_client_may_ask_for() -> None:
     )  # fmt: skip
     assert call == ApiCall(
         messages=[USER], tools=[ADD_SPEC], max_tokens=16, ignored=("temperature", "top_p"),
-        continues="0a1b", variables={"reasoning_effort": "low"},
+        continues="0a1b", sampling={"temperature": 0.3, "top_p": 0.5},
+        variables={"reasoning_effort": "low"},
     )  # fmt: skip
     assert read(input=[], previous_response_id="resp_0a1b").messages == []
     schema = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}

@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.server.app import is_foreign_page, is_loopback, require_key
+from nanoinfer.server.access import is_foreign_page, is_loopback, require_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body

@@ -1,0 +1,214 @@
+"""The APIs of agents on the server, through their dialects (nanoinfer/dialects/).
+
+    /v1/responses              OpenAI's Responses, which Codex speaks
+    /v1/messages               Anthropic's Messages, which Claude Code speaks
+    /v1/messages/count_tokens
+
+An answer is streamed while it is sampled; errors have the dialect's own form. A model, an adapter,
+a key and the limits are as for /v1/chat/completions, but for `max_tokens`: these clients ask for as
+much as their own models may say, and get what the context holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.chat.form import ChatForm
+from nanoinfer.dialects import agent_dialects
+from nanoinfer.dialects.call_params import call_params
+from nanoinfer.dialects.exchange import (
+    ApiAnswer,
+    ApiCall,
+    ApiReply,
+    CountingDialect,
+    Json,
+    ServerEvent,
+    StreamingDialect,
+)
+from nanoinfer.dialects.spoken_reply import SpokenReply
+from nanoinfer.dialects.sse import NamedEventStream
+from nanoinfer.server.completions import CompletionJob, Completions
+from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.http_io import (
+    SHOWN_BYTES,
+    ApiError,
+    Emit,
+    Handler,
+    in_proportion,
+    parse_object,
+    read_bytes,
+    user_errors,
+)
+from nanoinfer.server.kept_answers import KeptAnswers
+from nanoinfer.server.served_model import ServedModel
+from nanoinfer.streams import StreamChunk
+
+MAX_FORMS = 32  # lists of tools that are kept; an agent has one or two
+
+
+class ChatForms:
+    """The forms in which the model is told of tools, by the tools: finding one takes renderings."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._forms: dict[str, ChatForm] = {}
+
+    def of(self, tools: list[Json]) -> ChatForm:
+        """The form for `tools`."""
+        key = json.dumps(tools, sort_keys=True)
+        form = self._forms.get(key)
+        if form is None:
+            form = ChatForm.of(self._tokenizer, tools)
+            while len(self._forms) >= MAX_FORMS:
+                self._forms.pop(next(iter(self._forms)), None)
+            self._forms[key] = form
+        return form
+
+
+class DialectRoutes:
+    """The routes of each dialect, over one model."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        completions: Completions,
+        limits: HttpLimits,
+        on_error: Callable[[BaseException], ApiError],
+    ) -> None:
+        """`on_error` says what a client is told of an error in the midst of a stream."""
+        self._model, self._completions, self._limits = model, completions, limits
+        self._on_error = on_error
+        self._forms = ChatForms(model.tokenizer)
+        self._kept = KeptAnswers()
+
+    def routes(self) -> Iterator[tuple[str, Handler, Callable[[ApiError], Json]]]:
+        """Each path with what answers it, and the body of an error there."""
+        for dialect in agent_dialects(self._model.tokenizer):
+            yield dialect.path, self._answering(dialect), dialect.error
+            if isinstance(dialect, CountingDialect):
+                yield dialect.count_path, self._counting(dialect), dialect.error
+
+    def _answering(self, dialect: StreamingDialect) -> Handler:
+        async def answer(request: Request) -> Response:
+            name, call = await self._read(request, dialect.read)
+            call = self._kept.continued(call)
+            adapter = self._model.adapter(name)
+            ids = await self.prompt_ids(call)
+            room = self._model.client.engine.room(len(ids))
+            if room < 1:
+                raise self._model.bound.error()
+            seed = uuid.uuid4().int % 2**63
+            with user_errors():
+                params = call_params(call, room, seed, adapter)
+                (job,) = await self._completions.admit([ids], 1, lambda _: params)
+            begun = ApiAnswer(
+                id=uuid.uuid4().hex,
+                model=adapter or self._model.name,
+                created=int(time.time()),
+                num_prompt_tokens=len(ids),
+                replies=[],
+            )
+            spoken = SpokenReply(self._forms.of(call.tools), self._model.tokenizer, call, ids)
+            if call.is_streamed:
+                return self._streamed(dialect, call, job, begun, spoken)
+            return await self._whole(request, dialect, call, job, begun, spoken)
+
+        return answer
+
+    async def _whole(
+        self,
+        request: Request,
+        dialect: StreamingDialect,
+        call: ApiCall,
+        job: CompletionJob,
+        begun: ApiAnswer,
+        spoken: SpokenReply,
+    ) -> Response:
+        (output,) = await self._completions.run(request, [job], 0, begun.id)
+
+        def written() -> tuple[ApiReply, Response]:
+            spoken.push(output.ids)
+            reply = spoken.reply(output)
+            return reply, JSONResponse(dialect.write(call, replace(begun, replies=[reply])))
+
+        num_shown = len(output.ids) * (1 + (call.num_top or 0))
+        reply, response = await in_proportion(num_shown * SHOWN_BYTES, written)
+        self._kept.keep(begun.id, call, reply)
+        return response
+
+    def _streamed(
+        self,
+        dialect: StreamingDialect,
+        call: ApiCall,
+        job: CompletionJob,
+        begun: ApiAnswer,
+        spoken: SpokenReply,
+    ) -> Response:
+        stream = dialect.stream(call, begun)
+
+        async def work(emit: Emit) -> None:
+            async def send(events: Iterator[ServerEvent]) -> None:
+                for event in events:
+                    await emit(event)
+
+            async def on_chunk(_: CompletionJob, chunk: StreamChunk) -> None:
+                thought, said = spoken.push(chunk.ids)
+                await send(stream.think(thought))
+                await send(stream.say(said))
+
+            await send(stream.begin())
+            (output,) = await self._completions.sampled([job], 0, begun.id, on_chunk)
+            reply = spoken.reply(output)
+            self._kept.keep(begun.id, call, reply)
+            await send(stream.end(replace(begun, replies=[reply])))
+
+        limit_s = self._limits.request_timeout_s
+        return NamedEventStream(work, limit_s, self._on_error, stream.fail)
+
+    def _counting(self, dialect: CountingDialect) -> Handler:
+        async def count(request: Request) -> Response:
+            name, call = await self._read(request, dialect.read_count)
+            self._model.adapter(name)
+            return JSONResponse(dialect.write_count(len(await self.prompt_ids(call))))
+
+        return count
+
+    async def prompt_ids(self, call: ApiCall) -> list[int]:
+        """The tokens of a call's prompt. ApiError where the template takes no such conversation."""
+        messages = call.messages
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ApiError(
+                400, "messages: the last one must be a user's or a tool's; add one", "messages"
+            )
+
+        def encode() -> list[int]:
+            form = self._forms.of(call.tools)
+            return self._model.tokenizer.encode_chat(
+                form.opening(messages), add_generation_prompt=True, tools=form.schemas
+            )
+
+        try:
+            return await self._model.bound.encoded([messages, call.tools], encode)
+        except (ValueError, RecursionError) as error:  # the template rejects it
+            raise ApiError(400, f"messages: {error}", "messages") from None
+
+    async def _read(
+        self, request: Request, read: Callable[[Json], ApiCall]
+    ) -> tuple[str | None, ApiCall]:
+        """The model that is asked for, and the call."""
+        limits = self._limits
+        raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout_s)
+
+        def parsed() -> tuple[str | None, ApiCall]:
+            body = parse_object(raw)
+            return body.get("model"), read(body)
+
+        return await in_proportion(len(raw), parsed)
