@@ -43,9 +43,13 @@ def call_params(call: ApiCall, room: int, seed: int, adapter: str = "") -> Sampl
     given = {name: _number(name, value) for name, value in call.sampling.items()}
     if given.get("top_k") == -1:  # off, as in vLLM
         given["top_k"] = 0
+    most = room if call.max_tokens is None else min(call.max_tokens, room)
     return SamplingParams(
-        max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+        max_tokens=most,
+        min_tokens=min(call.min_tokens, most),
+        ignore_eos=call.ignore_eos,
         stop=call.stop,
+        stop_token_ids=call.stop_token_ids,
         grammar=call_grammar(call),
         top_logps=call.num_top or 0,
         adapter=adapter,

@@ -11,7 +11,6 @@ much as their own models may say, and get what the context holds.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,8 +19,7 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.chat.form import ChatForm
+from nanoinfer.chat.form import ChatForms
 from nanoinfer.dialects import agent_dialects
 from nanoinfer.dialects.call_params import call_params
 from nanoinfer.dialects.exchange import (
@@ -50,27 +48,6 @@ from nanoinfer.server.http_io import (
 from nanoinfer.server.kept_answers import KeptAnswers
 from nanoinfer.server.served_model import ServedModel
 from nanoinfer.streams import StreamChunk
-
-MAX_FORMS = 32  # lists of tools that are kept; an agent has one or two
-
-
-class ChatForms:
-    """The forms in which the model is told of tools, by the tools: finding one takes renderings."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._forms: dict[str, ChatForm] = {}
-
-    def of(self, tools: list[Json]) -> ChatForm:
-        """The form for `tools`."""
-        key = json.dumps(tools, sort_keys=True)
-        form = self._forms.get(key)
-        if form is None:
-            form = ChatForm.of(self._tokenizer, tools)
-            while len(self._forms) >= MAX_FORMS:
-                self._forms.pop(next(iter(self._forms)), None)
-            self._forms[key] = form
-        return form
 
 
 class DialectRoutes:
@@ -192,11 +169,14 @@ class DialectRoutes:
         def encode() -> list[int]:
             form = self._forms.of(call.tools)
             return self._model.tokenizer.encode_chat(
-                form.opening(messages), add_generation_prompt=True, tools=form.schemas
+                form.opening(messages),
+                add_generation_prompt=True,
+                tools=form.schemas,
+                variables=call.variables,
             )
 
         try:
-            return await self._model.bound.encoded([messages, call.tools], encode)
+            return await self._model.bound.encoded([messages, call.tools, call.variables], encode)
         except (ValueError, RecursionError) as error:  # the template rejects it
             raise ApiError(400, f"messages: {error}", "messages") from None
 
