@@ -167,7 +167,8 @@ class Sequence:
         they could not be this request's."""
         num_tokens = len(sampled.ids)
         tops = sampled.top_logps if self.params.top_logps else [[]] * num_tokens
-        cached = sampled.cache_versions or sampled.versions
+        # older engines have none, and clients that know no such column do not cut it
+        cached = (sampled.cache_versions or sampled.versions)[:num_tokens]
         columns = (sampled.logps, sampled.versions, sampled.sampled_logps, tops, cached)
         if any(len(column) != num_tokens for column in columns):
             raise ValueError(

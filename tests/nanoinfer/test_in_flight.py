@@ -210,5 +210,13 @@ def test_how_old_the_cache_was_goes_along_to_another_engine(folder: Path) -> Non
     old = replace(half, cache_versions=[])
     whole = step_until(other, other.add(PROMPT, GREEDY, sampled=old))
     assert whole.cache_versions == [0] * NUM_BEFORE + [1] * (16 - NUM_BEFORE)
+    cut = replace(half, **{n: getattr(half, n)[:3] for n in ("ids", "logps", "sampled_logps")})
+    cut = replace(cut, versions=cut.versions[:3])
+    assert step_until(other, other.add(PROMPT, GREEDY, sampled=cut)).cache_versions[:4] == [
+        0,
+        0,
+        0,
+        1,
+    ]
     with pytest.raises(ValueError, match="cache_versions have 7, 7, 7, 7, 2"):
         other.add(PROMPT, GREEDY, sampled=replace(half, cache_versions=[0, 0]))
