@@ -72,6 +72,13 @@ _CHANGES = (
     "expert_count",
 )
 """Fields that change what is computed, in models that are not these."""
+_SIDES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 _DEEPEST_GEMMA3 = 62  # layers of its 27B, whose scores have a scale of their own
 
 
@@ -209,6 +216,10 @@ def _config(fields: GgufFields, tensors: list[GgufTensor], tokenizer: GgufTokeni
     for field in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"):
         if shape[field] < 1:
             raise ValueError(f"{field}={shape[field]}: must be at least 1")
+    largest = max((max(tensor.shape) for tensor in tensors), default=0)
+    for field in _SIDES:  # before anything of that size is laid out
+        if shape[field] > largest:
+            raise ValueError(f"{field}={shape[field]}: must be at most {largest}, as its tensors")
     shape |= read_rope(fields, shape, {t.name: t for t in tensors if t.name in FACTORS})
     if architecture.more_fields is not None:
         shape |= architecture.more_fields(fields, shape)

@@ -136,13 +136,10 @@ class _Cursor:
         self.place = 0
 
     def take(self, size: int) -> memoryview:
-        self.must_have(size)
-        self.place += size
-        return self._data[self.place - size : self.place]
-
-    def must_have(self, size: int) -> None:
         if size > len(self._data) - self.place:
             raise ValueError(f"{size} bytes were to follow byte {self.place}")
+        self.place += size
+        return self._data[self.place - size : self.place]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -161,7 +158,6 @@ class _Cursor:
     def _array(self) -> list[str] | np.ndarray:
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING:
-            self.must_have(8 * count)  # each has its length before it
             return [self.text() for _ in range(count)]
         form = _form(kind)
         return np.frombuffer(self.take(struct.calcsize(form) * count), dtype=_NUMPY[form])

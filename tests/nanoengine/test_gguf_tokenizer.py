@@ -19,6 +19,7 @@ from gguf_files import (
     CONTROL,
     NORMAL,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     Vocabulary,
     byte_vocabulary,
@@ -111,11 +112,21 @@ def test_any_vocabulary_with_scores_merges_by_them(data: Any, pieces: list[str],
     assert plain(read(vocabulary).build(), text) == by_best_score(vocabulary, text)
 
 
+@pytest.mark.parametrize("kind", [UNUSED, BYTE])
+def test_a_token_that_is_no_piece_of_a_text_is_not_merged(kind: int) -> None:
+    vocabulary = sentencepiece_vocabulary(add_space_prefix=False)
+    hello = vocabulary.tokens.index("hello")
+    assert plain(read(vocabulary).build(), "hello") == [hello]
+    vocabulary.types[hello] = kind
+    found = plain(read(vocabulary).build(), "hello")
+    assert [vocabulary.tokens[index] for index in found] == ["he", "llo"]
+
+
 def test_transformers_gives_the_same_tokens_of_a_mistral(tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary(211)
     ours = _of_file(vocabulary, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    chats = ["<s>[INST] hello[/INST] world</s>", "[INST]hello", "a[/INST]"]
+    chats = ["<s>[INST] hello[/INST] world</s>", "[INST]hello", "a[/INST]", "a<unk>b"]
     for text in [*CUT, "", " ", "  a", "a ", "hello  world", "\u2581a", "<0x41>", *chats]:
         assert ours.encode(text).ids == theirs(text).input_ids, text
         assert ours.decode(ours.encode(text).ids) == theirs.decode(
