@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from rl_client_bodies import CONTROL, QUESTIONS, SLIME_SAMPLING, Sent
 from serving import KEY, Served, serve
+from starlette.testclient import TestClient
 from test_server_adapters import changes
-from tiny_text import make_model, make_text_engine, make_tokenizer
+from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
 from nanoengine.model.hf import save_model
 from nanoengine.model.lora import write_adapter
 from nanoengine.model.lora_config import LoraConfig
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.app import HttpApp
+from nanoinfer.server.app import HttpApp, make_app
+from nanoinfer.server.config import ServerConfig
 
 ADMIN = "the-admins-key"
 IDS = [5, 9, 200, 31, 8, 77]
@@ -393,3 +395,22 @@ def test_a_chat_is_counted_as_it_is_asked(served: Served) -> None:
 
 def test_each_row_names_where_it_is_from() -> None:
     assert all("/" in one.source and isinstance(one, Sent) for one in [*CONTROL, *QUESTIONS])
+
+
+def test_the_option_of_the_admins_key_is_one_with_which_a_network_may_be_served(
+    tmp_path: Path,
+) -> None:
+    save_folder(tmp_path / "model")
+    (tmp_path / "admin").write_text(f"{ADMIN}\n")
+    (tmp_path / "admin").chmod(0o600)
+    options: dict[str, Any] = {"model": tmp_path / "model", "host": "0.0.0.0", "device": "cpu"}
+    with pytest.raises(ValueError, match="is open to the network"):
+        make_app(ServerConfig(**options))
+    app = make_app(ServerConfig(**options, admin_key_file=tmp_path / "admin"))
+    with pytest.raises(ValueError, match=r"--admin-key-file .*: cannot be read"):
+        make_app(ServerConfig(**options, admin_key_file=tmp_path / "none"))
+    client = TestClient(app.starlette())
+    assert client.get("/v1/models").status_code == 401
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    assert client.get("/v1/models", headers=headers).status_code == 200
+    assert client.post("/pause", headers=headers).json()["is_paused"]
