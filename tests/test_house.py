@@ -95,6 +95,7 @@ WITHOUT_A_USER: dict[str, str] = {
     "BoundedQueue": FRONT_DOOR,
     "build_value_engine": FRONT_DOOR,
     "HostedReward": "a front door: a reward in workers, of episodes that are in none",
+    "split_calls": "a front door: Hermes' calls where no model is at hand",
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "Finder.create_module": "tests_side.py's: Python's `import` calls it",
     "enter_pid_namespace": "first.py's: named in the same text as `main`",

@@ -59,8 +59,8 @@ class HermesParser(WalkingParser):
                 return found, close.end()
             following = NEXT.match(text, place)
             if following is None:
-                error = ToolCallError(f"the call must end with {CLOSE} after the JSON object")
-                return [error], place
+                open_end = ToolCallError(f"the call must end with {CLOSE} after the JSON object")
+                return [open_end], place
             place = following.end()
 
     def write(self, call: ToolCall) -> str:

@@ -1,7 +1,7 @@
 """A turn of the model as a client reads it: reasoning, text and calls; whole, or as it comes.
 
     ReplyReader(HermesParser()).read("<think>Hm.</think>Let me see.<tool_call>{...}</tool_call>")
-    Reply(reasoning="Hm.", content="Let me see.", calls=(ToolCall(...),))
+    SplitReply(reasoning="Hm.", content="Let me see.", calls=(ToolCall(...),))
 
 Reasoning is what a turn begins with, between its marks or on Harmony's channel for it; `opened` is
 the mark with which the prompt opened it already. Calls are those that the trainer reads, with the
@@ -55,7 +55,7 @@ Mode = Literal["opening", "reasoning", "between", "content", "harmony"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class SplitReply:
     """What a turn says."""
 
     reasoning: str = ""
@@ -74,7 +74,7 @@ class ReplyReader:
     hidden: tuple[str, ...] = ()
     """Control tokens that the text may hold, and what a client reads may not."""
 
-    def read(self, text: str, *, is_cut: bool = False) -> Reply:
+    def read(self, text: str, *, is_cut: bool = False) -> SplitReply:
         """The turn; one that `is_cut` goes on, but for a limit."""
         parser = None if is_cut else self.parser
         if not self.opened and harmony.OPENS.match(text):
@@ -82,8 +82,8 @@ class ReplyReader:
         else:
             reasoning, said = split_reasoning(text, self.opened)
             content, calls = _split_calls(said, parser)
-            read = Reply(reasoning=reasoning, content=content, calls=calls)
-        return Reply(
+            read = SplitReply(reasoning=reasoning, content=content, calls=calls)
+        return SplitReply(
             reasoning=self.shown(read.reasoning), content=self.shown(read.content), calls=read.calls
         )
 
@@ -143,7 +143,7 @@ def _split_calls(said: str, parser: Parser | None) -> tuple[str, tuple[ToolCall,
     return content, tuple(one for one in found if isinstance(one, ToolCall))
 
 
-def _read_harmony(text: str, parser: Parser | None) -> Reply:
+def _read_harmony(text: str, parser: Parser | None) -> SplitReply:
     found = parser.read(text) if isinstance(parser, HarmonyParser) else []
     calls = tuple(one for one in found if isinstance(one, ToolCall))
     is_calling = bool(calls) and len(calls) == len(found)
@@ -151,7 +151,7 @@ def _read_harmony(text: str, parser: Parser | None) -> Reply:
     for one in messages_in(text):
         if not (one.recipient and is_calling):
             (thoughts if one.is_reasoning else said).append(text[one.body : one.body_end])
-    return Reply(
+    return SplitReply(
         reasoning="\n".join(filter(None, thoughts)),
         content="\n".join(filter(None, said)),
         calls=calls if is_calling else (),
@@ -172,7 +172,7 @@ class ReplyStream:
         self._is_new = False  # nothing of it is handed out
         self._reasoning = self._content = ""
 
-    def push(self, piece: str) -> Reply:
+    def push(self, piece: str) -> SplitReply:
         """What is sure now, of reasoning and text, and was not before."""
         self._pieces.append(piece)
         self._text += piece
@@ -180,17 +180,19 @@ class ReplyStream:
         self._go_on()
         return self._new(before)
 
-    def finish(self, *, is_cut: bool = False) -> Reply:
+    def finish(self, *, is_cut: bool = False) -> SplitReply:
         """The rest of the turn, with its calls."""
         whole = self._reader.read("".join(self._pieces), is_cut=is_cut)
-        return Reply(
+        return SplitReply(
             reasoning=whole.reasoning[len(self._reasoning) :],
             content=whole.content[len(self._content) :],
             calls=whole.calls,
         )
 
-    def _new(self, before: tuple[int, int]) -> Reply:
-        return Reply(reasoning=self._reasoning[before[0] :], content=self._content[before[1] :])
+    def _new(self, before: tuple[int, int]) -> SplitReply:
+        return SplitReply(
+            reasoning=self._reasoning[before[0] :], content=self._content[before[1] :]
+        )
 
     def _go_on(self) -> None:
         mode: Mode | None = None

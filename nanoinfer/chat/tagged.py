@@ -17,7 +17,7 @@ begins or ends with an empty line; neither can be written in these forms.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from nanoinfer.chat.reading import (
     checked_call,
     list_tools,
 )
-from nanoinfer.chat.typed import parameter_schemas, text_of, value_of
+from nanoinfer.chat.typed import Schemas, parameter_schemas, text_of, value_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -73,7 +73,7 @@ ARGUMENTS = Tags(
 @dataclass(frozen=True, kw_only=True)
 class _TaggedParser(WalkingParser):
     role: str = "tool"
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schemas: Schemas = field(default_factory=dict)
     """Of each tool's parameters (`parameter_schemas`)."""
     tags: ClassVar[Tags]
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import ids_of, next_ids
-from nanoinfer.chat.reply import Reply, ReplyReader, ReplyStream, opened_reasoning, spoken_ids
+from nanoinfer.chat.reply import (
+    ReplyReader,
+    ReplyStream,
+    SplitReply,
+    opened_reasoning,
+    spoken_ids,
+)
 from nanoinfer.params import Output
 from nanoinfer.server.prompt_scores import prompt_scores, with_top, without_answer
 from nanoinfer.server.requests import ChatCompletion, Completion
@@ -149,16 +155,16 @@ class ToolUse:
     history: Sequence[Message]
     """The conversation so far: ids of calls are new in it."""
 
-    def read(self, text: str, *, is_cut: bool) -> tuple[Reply, list[Json]]:
+    def read(self, text: str, *, is_cut: bool) -> tuple[SplitReply, list[Json]]:
         if self.is_forced:
             call = None if is_cut else parse_call(text)
-            said = Reply(content=text if call is None else "")
+            said = SplitReply(content=text if call is None else "")
             calls = [] if call is None else [call_json(call, *next_ids(self.history, 1))]
             return said, calls
         reply = self.reader.read(text, is_cut=is_cut)
         return reply, self.calls_of(reply)
 
-    def calls_of(self, reply: Reply) -> list[Json]:
+    def calls_of(self, reply: SplitReply) -> list[Json]:
         ids = ids_of(reply.calls, self.history)
         pairs = zip(reply.calls, ids, strict=True)
         return [call_json(function_call(call), name) for call, name in pairs]
@@ -271,17 +277,19 @@ class ChatDeltas:
             "finish_reason": reason,
         } | ids
 
-    def _read(self, chunk: StreamChunk) -> tuple[Reply, list[Json]]:
+    def _read(self, chunk: StreamChunk) -> tuple[SplitReply, list[Json]]:
         tools, piece = self._form.tools, self._piece(chunk)
         is_cut = chunk.output is not None and chunk.output.finish_reason != "stop"
         if tools.is_forced:
             self._forced += piece
-            return tools.read(self._forced, is_cut=is_cut) if chunk.output else (Reply(), [])
+            return tools.read(self._forced, is_cut=is_cut) if chunk.output else (SplitReply(), [])
         new = self._reply.push(piece)
         if chunk.output is None:
             return new, []
         rest = self._reply.finish(is_cut=is_cut)
-        whole = Reply(reasoning=new.reasoning + rest.reasoning, content=new.content + rest.content)
+        whole = SplitReply(
+            reasoning=new.reasoning + rest.reasoning, content=new.content + rest.content
+        )
         return whole, tools.calls_of(rest)
 
     def _piece(self, chunk: StreamChunk) -> str:

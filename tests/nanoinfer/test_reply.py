@@ -12,7 +12,7 @@ from reply_cases import ALL, CASES, Case
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.chat import visible
 from nanoinfer.chat.hermes import HermesParser
-from nanoinfer.chat.reply import Reply, ReplyReader, ReplyStream
+from nanoinfer.chat.reply import ReplyReader, ReplyStream, SplitReply
 from nanoinfer.server.tool_calls import split_calls
 
 TABLE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -22,10 +22,10 @@ def by_name(parser: Parser) -> str:
     return parser.name
 
 
-def streamed(reader: ReplyReader, pieces: list[str], *, is_cut: bool = False) -> Reply:
+def streamed(reader: ReplyReader, pieces: list[str], *, is_cut: bool = False) -> SplitReply:
     stream = ReplyStream(reader)
     parts = [*map(stream.push, pieces), stream.finish(is_cut=is_cut)]
-    return Reply(
+    return SplitReply(
         reasoning="".join(part.reasoning for part in parts),
         content="".join(part.content for part in parts),
         calls=parts[-1].calls,
@@ -36,7 +36,7 @@ def streamed(reader: ReplyReader, pieces: list[str], *, is_cut: bool = False) ->
 def test_a_turn_is_read_as_the_table_says(case: Case) -> None:
     reply = ReplyReader(case.parser, case.opened).read(case.text, is_cut=case.is_cut)
     content = case.text if case.content is None else case.content
-    assert reply == Reply(reasoning=case.reasoning, content=content, calls=case.calls)
+    assert reply == SplitReply(reasoning=case.reasoning, content=content, calls=case.calls)
 
 
 @TABLE
