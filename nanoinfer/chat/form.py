@@ -94,7 +94,8 @@ class ChatForm:
         if call.has_bare_calls:
             only = parse_call(said)
             if only is not None and only.name in _names(call.tools):
-                uses, said = (_use(*next_ids(call.messages, 1), only.name, only.arguments),), ""
+                (call_id,) = next_ids(call.messages, 1)
+                uses, said = (_use(call_id, only.name, only.arguments),), ""
         elif call.tools:
             found = self.parser.read(said)
             if found and not any(isinstance(one, ToolCallError) for one in found):

@@ -28,7 +28,7 @@ from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.doctor.conversations import TOOL, Conversation, conversations
+from nanorl.doctor.conversations import TOOL, ProofChat, conversations
 from nanorl.doctor.finding import Finding, Severity
 from nanorl.doctor.template_trace import shown_line, trace
 
@@ -77,7 +77,7 @@ def prove(tokenizer: ChatTokenizer) -> list[Proof]:
 
 
 def prove_one(
-    tokenizer: ChatTokenizer, conversation: Conversation, peer: Encode | None = None
+    tokenizer: ChatTokenizer, conversation: ProofChat, peer: Encode | None = None
 ) -> Proof:
     """What comes of one conversation; `peer` encodes a prompt in another implementation."""
     outcome: Outcome = "exact"
@@ -124,7 +124,7 @@ class _Play:
     """One conversation on its way through a rollout and a server."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, conversation: Conversation, peer: Encode | None
+        self, tokenizer: ChatTokenizer, conversation: ProofChat, peer: Encode | None
     ) -> None:
         self.tokenizer, self.messages, self._peer = tokenizer, conversation.messages, peer
         specs = [TOOL] if conversation.has_tools else []
@@ -240,7 +240,8 @@ class _Play:
             return [one for one in found if isinstance(one, ToolCall)]
         if self._is_ours:
             raise _BrokenTurnError(
-                "unserved", f"the parser {parser.name!r} does not read back what it writes, {text!r}"
+                "unserved",
+                f"the parser {parser.name!r} does not read back what it writes, {text!r}",
             )
         errors = [str(one) for one in found if isinstance(one, ToolCallError)]
         raise _BrokenTurnError(
