@@ -34,8 +34,8 @@ from nanorl.doctor.template_trace import shown_line, trace
 
 Outcome = Literal["exact", "differs", "unserved", "refused", "wrong"]
 """`differs`: the rollout is as it was sampled, and the server renders the conversation in another
-way. `unserved`: only the server's is refused by the template, or the parser has no form for such a turn.
-`refused`: the rollout's is, too. `wrong`: a rollout would lack or spoil something."""
+way. `unserved`: only the server's is refused by the template, or the parser has no form for such a
+turn. `refused`: the rollout's is, too. `wrong`: a rollout would lack or spoil something."""
 
 Encode = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], list[int]]
 _ROOM = Limits(max_turns=99, max_turn_tokens=1 << 20, max_context_tokens=1 << 22)
@@ -233,7 +233,7 @@ class _Play:
         return [*as_results(self.form.parser.observation(results), calls), *others]
 
     def _read_back(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """The calls of the last turn as the parser reads them, with the ids that the model wrote."""
+        """The calls of the last turn as the parser reads them, with ids that the model wrote."""
         parser, text = self.form.parser, self.builder.action_text()
         found = parser.read(text)
         if found == list(calls):

@@ -3,5 +3,6 @@
     recording.py  the calls of one episode, joined by their tokens
     server.py     the HTTP server: a key for each episode
 
-Clients speak the dialects of nanoinfer/dialects. Imported only by runs whose agent is a program of its own.
+Clients speak the dialects of nanoinfer/dialects. Imported only by runs whose agent is a program of
+its own.
 """
