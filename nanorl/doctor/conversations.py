@@ -28,10 +28,10 @@ THOUGHT = "That is a sum."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class ProofChat:
     """Messages that end with what the assistant answers to.
 
-    Conversation(name="two turns", messages=(user("a"), said("b"), user("c")))
+    ProofChat(name="two turns", messages=(user("a"), said("b"), user("c")))
     """
 
     name: str
@@ -72,61 +72,61 @@ def client_id(number: int) -> str:
 
 
 ASKED = user("What is 17 + 25?")
-_PLAIN: Sequence[Conversation] = (
-    Conversation(name="two turns", messages=(ASKED, said("It is 42."), user("And 43?"))),
-    Conversation(
+_PLAIN: Sequence[ProofChat] = (
+    ProofChat(name="two turns", messages=(ASKED, said("It is 42."), user("And 43?"))),
+    ProofChat(
         name="three turns",
         messages=(ASKED, said("It is 42."), user("And 43?"), said("No."), user("Why?")),
     ),
-    Conversation(
+    ProofChat(
         name="system prompt",
         messages=(system("Be brief."), ASKED, said("42"), user("And 43?")),
         is_needed=False,
     ),
-    Conversation(name="empty turn", messages=(ASKED, said(""), user("Well?"))),
-    Conversation(name="empty message", messages=(ASKED, said("42"), user(""))),
-    Conversation(name="blanks around a turn", messages=(ASKED, said("\n 42 \n"), user("And 43?"))),
-    Conversation(
+    ProofChat(name="empty turn", messages=(ASKED, said(""), user("Well?"))),
+    ProofChat(name="empty message", messages=(ASKED, said("42"), user(""))),
+    ProofChat(name="blanks around a turn", messages=(ASKED, said("\n 42 \n"), user("And 43?"))),
+    ProofChat(
         name="user after user",
         messages=(ASKED, user("Be quick."), said("42"), user("And 43?")),
         is_needed=False,
     ),
-    Conversation(
+    ProofChat(
         name="reasoning kept",
         messages=(ASKED, said("42", thought=THOUGHT), user("And 43?")),
         is_needed=False,
     ),
 )
-_CALLING: Sequence[Conversation] = (
-    Conversation(name="a call", messages=(ASKED, said("", call(0)), result(0, "42"))),
-    Conversation(
+_CALLING: Sequence[ProofChat] = (
+    ProofChat(name="a call", messages=(ASKED, said("", call(0)), result(0, "42"))),
+    ProofChat(
         name="calls side by side",
         messages=(ASKED, said("", call(0), call(1, 1, 2)), result(0, "42"), result(1, "3")),
     ),
-    Conversation(
+    ProofChat(
         name="call after call",
         messages=(ASKED, said("", call(0)), result(0, "42"), said("", call(1)), result(1, "43")),
     ),
-    Conversation(
+    ProofChat(
         name="call, answer, question",
         messages=(ASKED, said("", call(0)), result(0, "42"), said("It is 42."), user("And 43?")),
     ),
-    Conversation(
+    ProofChat(
         name="text and call",
         messages=(ASKED, said("Let me see.", call(0)), result(0, "42")),
     ),
-    Conversation(name="empty result", messages=(ASKED, said("", call(0)), result(0, ""))),
-    Conversation(
+    ProofChat(name="empty result", messages=(ASKED, said("", call(0)), result(0, ""))),
+    ProofChat(
         name="system prompt and call",
         messages=(system("Be brief."), ASKED, said("", call(0)), result(0, "42")),
         is_needed=False,
     ),
-    Conversation(
+    ProofChat(
         name="user after a result",
         messages=(ASKED, said("", call(0)), result(0, "42"), user("Go on.")),
         is_needed=False,
     ),
-    Conversation(
+    ProofChat(
         name="reasoning and call kept",
         messages=(ASKED, said("", call(0), thought=THOUGHT), result(0, "42")),
         is_needed=False,
@@ -134,6 +134,6 @@ _CALLING: Sequence[Conversation] = (
 )
 
 
-def conversations() -> list[Conversation]:
+def conversations() -> list[ProofChat]:
     """All of them: those without tools, then those with them."""
     return [*_PLAIN, *(replace(one, has_tools=True) for one in _CALLING)]

@@ -28,14 +28,14 @@ from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.doctor.conversations import TOOL, Conversation, conversations
+from nanorl.doctor.conversations import TOOL, ProofChat, conversations
 from nanorl.doctor.finding import Finding, Severity
 from nanorl.doctor.template_trace import shown_line, trace
 
 Outcome = Literal["exact", "differs", "unserved", "refused", "wrong"]
 """`differs`: the rollout is as it was sampled, and the server renders the conversation in another
-way. `unserved`: only the server's is refused by the template, or the parser has no form for such a turn.
-`refused`: the rollout's is, too. `wrong`: a rollout would lack or spoil something."""
+way. `unserved`: only the server's is refused by the template, or the parser has no form for such a
+turn. `refused`: the rollout's is, too. `wrong`: a rollout would lack or spoil something."""
 
 Encode = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], list[int]]
 _ROOM = Limits(max_turns=99, max_turn_tokens=1 << 20, max_context_tokens=1 << 22)
@@ -77,7 +77,7 @@ def prove(tokenizer: ChatTokenizer) -> list[Proof]:
 
 
 def prove_one(
-    tokenizer: ChatTokenizer, conversation: Conversation, peer: Encode | None = None
+    tokenizer: ChatTokenizer, conversation: ProofChat, peer: Encode | None = None
 ) -> Proof:
     """What comes of one conversation; `peer` encodes a prompt in another implementation."""
     outcome: Outcome = "exact"
@@ -124,7 +124,7 @@ class _Play:
     """One conversation on its way through a rollout and a server."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, conversation: Conversation, peer: Encode | None
+        self, tokenizer: ChatTokenizer, conversation: ProofChat, peer: Encode | None
     ) -> None:
         self.tokenizer, self.messages, self._peer = tokenizer, conversation.messages, peer
         specs = [TOOL] if conversation.has_tools else []
@@ -233,7 +233,7 @@ class _Play:
         return [*as_results(self.form.parser.observation(results), calls), *others]
 
     def _read_back(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """The calls of the last turn as the parser reads them, with the ids that the model wrote."""
+        """The calls of the last turn as the parser reads them, with ids that the model wrote."""
         parser, text = self.form.parser, self.builder.action_text()
         found = parser.read(text)
         if found == list(calls):

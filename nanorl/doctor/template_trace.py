@@ -23,7 +23,7 @@ _KEPT = (nodes.Macro, nodes.AssignBlock, nodes.CallBlock, nodes.FilterBlock)
 
 
 @dataclass(frozen=True)
-class Trace:
+class TracedChat:
     """A rendered chat with the line of each of its characters."""
 
     text: str
@@ -50,7 +50,7 @@ def trace(
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
-) -> Trace:
+) -> TracedChat:
     """Render a chat. `ValueError` where the template rejects it."""
     assert tokenizer.templates is not None, "there is a template"
     template = tokenizer.templates.chosen(tools is not None)
@@ -64,7 +64,7 @@ def trace(
     for number, piece in _pieces(text):
         pieces.append(piece)
         lines += [number] * len(piece)
-    return Trace("".join(pieces), lines, template.source.splitlines())
+    return TracedChat("".join(pieces), lines, template.source.splitlines())
 
 
 class _Marked(ChatTemplate):

@@ -30,7 +30,7 @@ from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.streams import StreamChunk
 from nanorl.agents.compact import Compact
-from nanorl.agents.conversation import Conversation as Chat
+from nanorl.agents.conversation import Conversation
 from nanorl.agents.feedback import Feedback
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop
@@ -40,7 +40,7 @@ from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import TurnBuilder, delta_ids
 from nanorl.cli import main
 from nanorl.doctor.borders import border_findings
-from nanorl.doctor.conversations import TOOL, Conversation, call, conversations, result, said, user
+from nanorl.doctor.conversations import TOOL, ProofChat, call, conversations, result, said, user
 from nanorl.doctor.template_proof import Proof, prove, prove_one
 from nanorl.doctor.template_trace import trace
 from nanorl.endpoint.recording import Recording
@@ -146,7 +146,7 @@ CALLS = st.integers(0, 2)
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> Conversation:
+def drawn(draw: st.DrawFn) -> ProofChat:
     """Turns with calls and without, each call answered; perhaps a system message in front."""
     has_tools = draw(st.booleans())
     messages: list[Message] = [user(draw(WORDS))]
@@ -161,7 +161,7 @@ def drawn(draw: st.DrawFn) -> Conversation:
         messages.append(said(draw(WORDS), *calls, thought=thought))
         messages += [result(one, draw(WORDS)) for one in ids] or [user(draw(WORDS))]
         number += count
-    return Conversation(name="drawn", messages=tuple(messages), has_tools=has_tools)
+    return ProofChat(name="drawn", messages=tuple(messages), has_tools=has_tools)
 
 
 def test_drawn_conversations_are_exact_or_their_line_is_named(name: str) -> None:
@@ -172,7 +172,7 @@ def test_drawn_conversations_are_exact_or_their_line_is_named(name: str) -> None
         suppress_health_check=[HealthCheck.too_slow],
     )  # fmt: skip
     @given(drawn())
-    def holds(conversation: Conversation) -> None:
+    def holds(conversation: ProofChat) -> None:
         proof = prove_one(tokenizer, conversation)
         assert_exact_or_named(name, proof)
         if proof.outcome == "refused" and conversation.has_tools:
@@ -307,7 +307,7 @@ class _Streamed(Policy):
 def test_a_chat_reads_every_message_of_the_person(name: str) -> None:
     tokenizer = tokenizer_of(name)
     engine = _Streamed(tokenizer, None)
-    talk = Chat(tokenizer, ROOMY, SamplingParams(seed=1), None)
+    talk = Conversation(tokenizer, ROOMY, SamplingParams(seed=1), None)
 
     async def chat() -> None:
         for word in ("first", "second", "third"):
