@@ -50,7 +50,7 @@ from nanoinfer.server.http_io import (
 )
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
-from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
+from nanorl.endpoint.exchange import ApiAnswer, CountingDialect, Dialect
 from nanorl.endpoint.recording import Recording, Sampled
 from nanorl.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.endpoint.sse import event_stream

@@ -173,8 +173,8 @@ def test_a_retry_that_is_faster_than_the_abort_waits_for_its_place() -> None:
 
 
 def test_calls_at_once_never_exceed_the_limit_whoever_gives_up() -> None:
-    """40 calls at once are all given up, in the engine or while they wait. Of 20 that follow as many
-    are answered as the limit says, and the engine never had more at a time."""
+    """40 calls at once are all given up, in the engine or while they wait. Of 20 that follow as
+    many are answered as the limit says, and the engine never had more at a time."""
     engine = Engine(num_held=1000)
     record = recording_of(engine, max_turns=7)
 
