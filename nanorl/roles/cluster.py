@@ -111,7 +111,8 @@ class Cluster:
         if config.rollout.tp > 1:
             check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
         if config.rollout.addresses:
-            check_servers(config.rollout.addresses, config.rollout.api_key_file)
+            rollout, temperature = config.rollout, config.rl.temperature
+            check_servers(rollout.addresses, rollout.api_key_file, temperature)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
@@ -519,7 +520,7 @@ class Cluster:
 
     async def _start_replica_now(self, name: str) -> ActorHandle[Replica]:
         config = self.config
-        num_processes = config.rollout.replicas * config.rollout.tp
+        num_processes = max(1, config.rollout.replicas) * config.rollout.tp
         threads = config.rollout.threads or max(1, num_threads(config) // num_processes)
         recipe = ReplicaRecipe(
             folder=self.parts.folder,
@@ -654,6 +655,8 @@ class Cluster:
             if self._has_weights:
                 await self.transport.catch_up(name, replica.load_weights)
             self._outside[name] = replica
+        if replica.note:
+            self.say(f"{name} is {replica.engine} at {replica.url}: {replica.note}")
         await self.collector.call(CollectorRole.set_replicas, self._clients())
         return name
 
@@ -663,6 +666,8 @@ class Cluster:
         self.transport.remove(name)
         await self.collector.call(CollectorRole.set_replicas, self._clients())
         self.say(f"{name} is not used any more")
+        if not (self._replicas or self._outside):
+            raise RoleLost(f"{name} was the last replica: nobody would play the rollouts")
 
     # -- reference and critic ------------------------------------------------------------------
 

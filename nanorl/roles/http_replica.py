@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from nanoinfer.params import Output, SamplingParams
@@ -38,7 +38,7 @@ _ELSEWHERE = {
 _CHECK_S = 30.0  # a server that is busy answers between two steps
 
 
-class _RefusedError(ValueError):
+class RefusedError(ValueError):
     """The server answered that the request cannot be served: its status, and what it says."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -49,6 +49,11 @@ class _RefusedError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class HttpReplica:
     """A server's address. It can be pickled."""
+
+    engine: ClassVar[str] = "nanoinfer.server"
+    """What answers there, for people."""
+    note: ClassVar[str] = ""
+    """What a run says when it begins to use one."""
 
     url: str
     """http://host:port, or https."""
@@ -81,7 +86,7 @@ class HttpReplica:
             body["sampled"] = asdict(sampled)
         try:
             answer = await self._call("/inference/v1/generate", body)
-        except _RefusedError as error:
+        except RefusedError as error:
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return sampled if sampled is not None else Output(finish_reason="abort")
@@ -102,7 +107,7 @@ class HttpReplica:
         body = {"path": offer.folder, "version": offer.version, "checksums": checksums}
         try:
             await self._call("/update_weights", body)
-        except _RefusedError as error:
+        except RefusedError as error:
             raise WeightsRefused(f"{self.url}: {error}") from error
         return perf_counter() - start
 
@@ -121,13 +126,17 @@ class HttpReplica:
         beat: dict[str, float] = await self._call("/heartbeat", {})
         return beat
 
+    async def ready(self, params: SamplingParams) -> None:
+        """ValueError, or whatever a call raises, unless rollouts can be drawn here as `params`
+        say."""
+        await self.heartbeat()
+
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer. `ReplicaLost` if there is none."""
+        status, raw = await self._asked(path, json.dumps(body).encode())
         try:
-            async with asyncio.timeout(self.timeout_s):
-                status, raw = await self._exchange(path, json.dumps(body).encode())
             answer = json.loads(raw)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        except ValueError as error:
             raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if status == HTTPStatus.OK:
             return answer
@@ -136,17 +145,25 @@ class HttpReplica:
             raise ReplicaLost(message)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             raise RuntimeError(message)
-        raise _RefusedError(status, message)
+        raise RefusedError(status, message)
 
-    async def _exchange(self, path: str, payload: bytes) -> tuple[int, bytes]:
-        """(status, body) of one POST over a connection of its own."""
+    async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
+        """(status, body) of one answer. `ReplicaLost` if there is none."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._exchange(path, payload, method)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    async def _exchange(self, path: str, payload: bytes, method: str) -> tuple[int, bytes]:
+        """(status, body) over a connection of its own."""
         parts = urlsplit(self.url)
         is_tls = parts.scheme == "https"
         port = parts.port or (443 if is_tls else 80)
         reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
         try:
             lines = [
-                f"POST {parts.path.rstrip('/')}{path} HTTP/1.1",
+                f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
                 f"Host: {parts.netloc}",
                 "Content-Type: application/json",
                 f"Content-Length: {len(payload)}",
@@ -165,23 +182,46 @@ class HttpReplica:
 
 
 def server_at(address: str, key_file: Path | None) -> HttpReplica:
-    """The client of a server; `ValueError` for an address or a key file that cannot be."""
+    """The client of a server; `ValueError` for an address or a key file that cannot be. Before the
+    address stands whose server it is, where it is another project's: vllm+http://gpu7:8000."""
     try:
         key = key_file.read_text().strip() if key_file is not None else None
     except OSError as error:
         raise ValueError(f"--rollout.api-key-file {key_file}: {error.strerror}") from None
-    return HttpReplica(url=address, api_key=key)
+    engine, _, scheme = address.partition("://")[0].rpartition("+")
+    url = address if not engine else f"{scheme}://{address.partition('://')[2]}"
+    return _client_of(engine, address)(url=url, api_key=key)
 
 
-def check_servers(addresses: Sequence[str], key_file: Path | None) -> None:
-    """`ValueError` unless all of them answer. For whoever has no event loop yet."""
+def _client_of(engine: str, address: str) -> type[HttpReplica]:
+    if not engine:
+        return HttpReplica
+    if engine == "vllm":
+        from nanorl.roles.vllm_replica import VllmReplica
+
+        return VllmReplica
+    if engine == "sglang":
+        from nanorl.roles.sglang_replica import SglangReplica
+
+        return SglangReplica
+    raise ValueError(
+        f"--rollout.addresses {address}: {engine}+ is no engine that is known; write vllm+http://, "
+        "sglang+http://, or http:// for a nanoinfer.server"
+    )
+
+
+def check_servers(
+    addresses: Sequence[str], key_file: Path | None, temperature: float = 1.0
+) -> None:
+    """`ValueError` unless all of them answer, and can draw rollouts at this temperature. For
+    whoever has no event loop yet."""
 
     async def ask(server: HttpReplica) -> None:
         try:
-            await replace(server, timeout_s=_CHECK_S).heartbeat()
+            await replace(server, timeout_s=_CHECK_S).ready(params)
         except (ReplicaLost, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"--rollout.addresses {server.url}: no nanoinfer.server that can be used "
+                f"--rollout.addresses {server.url}: no {server.engine} that can be used "
                 f"({error}); start one there, with the key of --rollout.api-key-file, or leave it "
                 "out"
             ) from None
@@ -190,5 +230,6 @@ def check_servers(addresses: Sequence[str], key_file: Path | None) -> None:
         for server in servers:
             await ask(server)
 
+    params = SamplingParams(temperature=temperature)
     servers = [server_at(address, key_file) for address in addresses]
     asyncio.run(ask_all())
