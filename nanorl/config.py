@@ -638,13 +638,16 @@ class RunConfig:
                 "it; set --rl.algorithm.correction tis"
             )
 
-    def _check_outside(self, address: str) -> None:
-        """Refuse runs whose losses take the log-probs of another engine for their own."""
+    def check_address(self, address: str) -> None:
+        """ValueError for another project's server where the losses would take its log-probs for
+        those of the trainer."""
+        if "+" not in address.partition("://")[0]:
+            return
         flag = f"--rollout.addresses {address}"
         if self.deterministic:
             raise ValueError(
-                f"--deterministic with {flag}: that engine's log-probs are not the trainer's; leave "
-                "one of them out"
+                f"--deterministic with {flag}: that engine's log-probs are not the trainer's; "
+                "leave one of them out"
             )
         if not self.rl.algorithm.answers_for_staleness:
             raise ValueError(
@@ -715,8 +718,7 @@ class RunConfig:
         """Refuse ways of the weights that do not exist or do not reach all who need them."""
         transport, addresses = self.cluster.transport, self.rollout.addresses
         for address in addresses:
-            if "+" in address.partition("://")[0]:
-                self._check_outside(address)
+            self.check_address(address)
         if self.cluster.backend == "inline" and (transport != "auto" or self.cluster.delta):
             flag = "delta" if transport == "auto" else f"transport {transport}"
             raise ValueError(

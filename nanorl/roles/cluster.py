@@ -40,7 +40,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
@@ -63,6 +63,7 @@ from nanorl.roles.role import (
     until_dead,
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
+from nanorl.roles.servers import check_servers, server_at
 from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.store import RolloutStore
@@ -647,8 +648,9 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
+        self.config.check_address(address)
         replica = server_at(address, self.config.rollout.api_key_file)
-        await replica.heartbeat()
+        await replica.ready(self.config.rl.temperature)
         name = f"server-{self._num_started}"
         self._num_started += 1
         async with self._publishing:

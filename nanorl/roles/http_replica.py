@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -35,10 +33,8 @@ _ELSEWHERE = {
     HTTPStatus.GATEWAY_TIMEOUT,
 }
 
-_CHECK_S = 30.0  # a server that is busy answers between two steps
 
-
-class RefusedError(ValueError):
+class ServerRefusedError(ValueError):
     """The server answered that the request cannot be served: its status, and what it says."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -86,7 +82,7 @@ class HttpReplica:
             body["sampled"] = asdict(sampled)
         try:
             answer = await self._call("/inference/v1/generate", body)
-        except RefusedError as error:
+        except ServerRefusedError as error:
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return sampled if sampled is not None else Output(finish_reason="abort")
@@ -107,7 +103,7 @@ class HttpReplica:
         body = {"path": offer.folder, "version": offer.version, "checksums": checksums}
         try:
             await self._call("/update_weights", body)
-        except RefusedError as error:
+        except ServerRefusedError as error:
             raise WeightsRefused(f"{self.url}: {error}") from error
         return perf_counter() - start
 
@@ -126,9 +122,9 @@ class HttpReplica:
         beat: dict[str, float] = await self._call("/heartbeat", {})
         return beat
 
-    async def ready(self, params: SamplingParams) -> None:
-        """ValueError, or whatever a call raises, unless rollouts can be drawn here as `params`
-        say."""
+    async def ready(self, temperature: float) -> None:
+        """ValueError, or whatever a call raises, unless rollouts can be drawn here at this
+        temperature."""
         await self.heartbeat()
 
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
@@ -145,7 +141,7 @@ class HttpReplica:
             raise ReplicaLost(message)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             raise RuntimeError(message)
-        raise RefusedError(status, message)
+        raise ServerRefusedError(status, message)
 
     async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
         """(status, body) of one answer. `ReplicaLost` if there is none."""
@@ -179,57 +175,3 @@ class HttpReplica:
             return int(first.split()[1]), body
         finally:
             writer.close()
-
-
-def server_at(address: str, key_file: Path | None) -> HttpReplica:
-    """The client of a server; `ValueError` for an address or a key file that cannot be. Before the
-    address stands whose server it is, where it is another project's: vllm+http://gpu7:8000."""
-    try:
-        key = key_file.read_text().strip() if key_file is not None else None
-    except OSError as error:
-        raise ValueError(f"--rollout.api-key-file {key_file}: {error.strerror}") from None
-    engine, _, scheme = address.partition("://")[0].rpartition("+")
-    url = address if not engine else f"{scheme}://{address.partition('://')[2]}"
-    return _client_of(engine, address)(url=url, api_key=key)
-
-
-def _client_of(engine: str, address: str) -> type[HttpReplica]:
-    if not engine:
-        return HttpReplica
-    if engine == "vllm":
-        from nanorl.roles.vllm_replica import VllmReplica
-
-        return VllmReplica
-    if engine == "sglang":
-        from nanorl.roles.sglang_replica import SglangReplica
-
-        return SglangReplica
-    raise ValueError(
-        f"--rollout.addresses {address}: {engine}+ is no engine that is known; write vllm+http://, "
-        "sglang+http://, or http:// for a nanoinfer.server"
-    )
-
-
-def check_servers(
-    addresses: Sequence[str], key_file: Path | None, temperature: float = 1.0
-) -> None:
-    """`ValueError` unless all of them answer, and can draw rollouts at this temperature. For
-    whoever has no event loop yet."""
-
-    async def ask(server: HttpReplica) -> None:
-        try:
-            await replace(server, timeout_s=_CHECK_S).ready(params)
-        except (ReplicaLost, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"--rollout.addresses {server.url}: no {server.engine} that can be used "
-                f"({error}); start one there, with the key of --rollout.api-key-file, or leave it "
-                "out"
-            ) from None
-
-    async def ask_all() -> None:
-        for server in servers:
-            await ask(server)
-
-    params = SamplingParams(temperature=temperature)
-    servers = [server_at(address, key_file) for address in addresses]
-    asyncio.run(ask_all())

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
-from nanorl.roles.http_replica import HttpReplica, RefusedError
+from nanorl.roles.http_replica import HttpReplica, ServerRefusedError
 from nanorl.weights.disk import DiskOffer
 from nanorl.weights.offer import BaseVersionMissing, Offer, WeightReceiver, WeightsRefused
 
@@ -81,7 +81,7 @@ class OutsideReplica(HttpReplica):
                 await self._load(offer.folder, str(offer.version))
             finally:
                 await self._go_on()
-        except (RefusedError, RuntimeError) as error:
+        except (ServerRefusedError, RuntimeError) as error:
             raise WeightsRefused(f"{self.url}: {error}") from error
         return perf_counter() - start
 
@@ -137,7 +137,7 @@ class OutsideReplica(HttpReplica):
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise RuntimeError(f"{self.url}{path} answered {status}: {_shown(raw)}")
         if status != HTTPStatus.OK:
-            raise RefusedError(status, f"{self.url}{path} answered {status}: {_shown(raw)}")
+            raise ServerRefusedError(status, f"{self.url}{path} answered {status}: {_shown(raw)}")
         try:
             return json.loads(raw) if raw.strip() else None
         except ValueError as error:
@@ -150,19 +150,18 @@ def check_gap(mean: float) -> None:
     if mean > MAX_MEAN_GAP:
         raise RuntimeError(
             f"an engine at --rollout.addresses said log-probs that are {mean:.3g} nats from the "
-            f"trainer's in the mean (at most {MAX_MEAN_GAP:g} is the work of other kernels): it has "
-            "not loaded the weights that it was given, or serves another model. Look at its log, "
-            "then go on with --resume"
+            f"trainer's in the mean (at most {MAX_MEAN_GAP:g} is the work of other kernels): it "
+            "has not loaded the weights that it was given, or serves another model. Look at its "
+            "log, then go on with --resume"
         )
 
 
-def finished(
-    ids: list[int], logps: list[float], versions: list[int], **end: Any
-) -> Output:
+def finished(ids: list[int], logps: list[float], versions: list[int], **end: Any) -> Output:
     """An output of an engine that reports one distribution."""
     if not len(ids) == len(logps) == len(versions):
         raise RuntimeError(
-            f"an engine answered {len(ids)} tokens, {len(logps)} log-probs, {len(versions)} versions"
+            f"an engine answered {len(ids)} tokens, {len(logps)} log-probs, "
+            f"{len(versions)} versions"
         )
     if end.get("finish_reason") == "stop" and end.get("stop_reason") is None and ids:
         end["stop_reason"] = ids[-1]  # the token that ends a turn, which both report as None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.http_replica import RefusedError
+from nanorl.roles.http_replica import ServerRefusedError
 from nanorl.roles.outside_replica import (
     OutsideReplica,
     finished,
@@ -29,9 +29,8 @@ class SglangReplica(OutsideReplica):
 
     engine: ClassVar[str] = "SGLang"
 
-    async def ready(self, params: SamplingParams) -> None:
+    async def ready(self, temperature: float) -> None:
         """As of `HttpReplica`."""
-        self._check(params)
         await self.heartbeat()
 
     async def sleep(self) -> None:
@@ -80,7 +79,7 @@ class SglangReplica(OutsideReplica):
     async def _version(self) -> str:
         try:
             told = await self._call("/get_model_info", {}, "GET")
-        except RefusedError as error:
+        except ServerRefusedError as error:
             if error.status in (401, 403):
                 raise
             raise ValueError(f"{error}: this is no SGLang server") from None

@@ -13,12 +13,12 @@ keep it on the loopback or behind a firewall. As of vLLM 0.32.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from nanoinfer.params import Grammar, Output, SamplingParams
-from nanorl.roles.http_replica import RefusedError
+from nanorl.roles.http_replica import ServerRefusedError
 from nanorl.roles.outside_replica import (
     OutsideReplica,
     finished,
@@ -36,6 +36,8 @@ class VllmReplica(OutsideReplica):
     """The address of a vLLM server."""
 
     engine: ClassVar[str] = "vLLM"
+    _modes: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What the server said of how it reports log-probs, asked once: it cannot change."""
 
     async def generate(
         self, ids: list[int], params: SamplingParams, name: str, sampled: Output | None
@@ -44,11 +46,10 @@ class VllmReplica(OutsideReplica):
         await self._check_mode(params)
         return await super().generate(ids, params, name, sampled)
 
-    async def ready(self, params: SamplingParams) -> None:
+    async def ready(self, temperature: float) -> None:
         """As of `HttpReplica`."""
-        self._check(params)
         await self.heartbeat()
-        await self._check_mode(params)
+        await self._check_mode(SamplingParams(temperature=temperature))
 
     async def sleep(self) -> None:
         await self._call("/sleep?level=1", {})
@@ -98,14 +99,14 @@ class VllmReplica(OutsideReplica):
     async def _version(self) -> str:
         try:
             await self._call(_GENERATE, {})
-        except RefusedError as error:
+        except ServerRefusedError as error:
             if error.status == 404:
                 raise ValueError(f"{error}: it has no route for tokens; {_START}") from None
             if error.status in (401, 403):
                 raise
         try:
             return str((await self._call("/weight_info", {}, "GET"))["weight_version"])
-        except RefusedError as error:
+        except ServerRefusedError as error:
             raise ValueError(f"{error}: it has no routes for weights; {_START}") from None
 
     async def _check_mode(self, params: SamplingParams) -> None:
@@ -127,8 +128,9 @@ class VllmReplica(OutsideReplica):
         )
 
     async def _reports_raw(self) -> bool:
-        mode: str = (await self._config())["model_config"]["logprobs_mode"]
-        return mode.startswith("raw")
+        if not self._modes:
+            self._modes["is"] = (await self._config())["model_config"]["logprobs_mode"]
+        return self._modes["is"].startswith("raw")
 
     async def _config(self) -> dict[str, Any]:
         info = await self._call("/server_info?config_format=json", {}, "GET")
@@ -173,4 +175,6 @@ def _written(params: SamplingParams) -> dict[str, Any]:
 def _grammar(grammar: Grammar) -> dict[str, Any]:
     if grammar.kind == "choice":
         return {"choice": list(grammar.choices)}
-    return {{"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]: grammar.value}
+    return {
+        {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]: grammar.value
+    }

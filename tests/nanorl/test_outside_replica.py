@@ -22,9 +22,10 @@ from nanoinfer.params import Grammar, Output, SamplingParams
 from nanorl.config import ClusterConfig, RolloutConfig, RunConfig
 from nanorl.presets import get_preset
 from nanorl.roles.clients import ReplicaLost
-from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.outside_replica import MAX_MEAN_GAP, OutsideReplica, check_gap
 from nanorl.roles.router import Router
+from nanorl.roles.servers import check_servers, server_at
 from nanorl.weights.disk import DiskOffer, DiskReceiver
 from nanorl.weights.offer import BaseVersionMissing, Offer, WeightsRefused
 
@@ -96,14 +97,19 @@ def vllm_answer(
             "index": 0, "finish_reason": finish, "stop_reason": stop, "token_ids": ids,
             "routed_experts": None, "sampling_mask": None,
             "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
-            "logprobs": {"content": [logprob(one, -one / 10, (90, -0.2), (91, -0.1)) for one in ids]},
+            "logprobs": {
+                "content": [logprob(one, -one / 10, (90, -0.2), (91, -0.1)) for one in ids]
+            },
         }],
     }  # fmt: skip
 
 
 def vllm_info(*, mode: str = "raw_logprobs", device: str = "cuda") -> Any:
     return {
-        "vllm_config": {"model_config": {"logprobs_mode": mode}, "device_config": {"device": device}}
+        "vllm_config": {
+            "model_config": {"logprobs_mode": mode},
+            "device_config": {"device": device},
+        }
     }
 
 
@@ -291,7 +297,7 @@ def test_a_server_that_could_not_serve_the_run_is_refused_before_any_work() -> N
     del without.answers["/weight_info"]
     with pytest.raises(ValueError, match=r"no routes for weights.*VLLM_SERVER_DEV_MODE=1"):
         check(without, "vllm")
-    with pytest.raises(ValueError, match="answered 401.*Unauthorized"):
+    with pytest.raises(ValueError, match=r"answered 401.*Unauthorized"):
         check(vllm((401, {"error": "Unauthorized"})), "vllm")
 
 
@@ -359,7 +365,11 @@ def sglang_answer(ids: list[int], version: str, finish: dict[str, Any]) -> dict[
 
 
 def sglang(*answers: tuple[int, Any]) -> Peer:
-    told = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+    told = {
+        "success": True,
+        "message": "Succeeded to update model weights.",
+        "num_paused_requests": 0,
+    }
     return Peer(
         {
             "/generate": list(answers) or [(200, sglang_answer([5], "7", {"type": "length"}))],
@@ -403,7 +413,9 @@ def test_sglang_is_asked_as_its_own_clients_ask_and_goes_on_after_an_abort() -> 
 
 def test_sglang_takes_weights_from_a_folder_and_says_why_it_does_not() -> None:
     peer, broken = sglang(), sglang()
-    broken.answers["/update_weights_from_disk"] = [(400, {"success": False, "message": "no folder"})]
+    broken.answers["/update_weights_from_disk"] = [
+        (400, {"success": False, "message": "no folder"})
+    ]
     odd = sglang()
     odd.answers["/update_weights_from_disk"] = [(200, {"success": False, "message": "no folder"})]
 
@@ -458,7 +470,7 @@ def test_an_address_says_whose_server_it_is() -> None:
 
 def test_another_projects_engine_is_imported_where_one_is_asked_for_alone() -> None:
     program = (
-        "import sys; from nanorl.roles.http_replica import server_at; server_at('http://a:1', None);"
+        "import sys; from nanorl.roles.servers import server_at; server_at('http://a:1', None);"
         "print([one for one in sys.modules if 'outside' in one or 'vllm' in one])"
     )
     said = subprocess.run(
@@ -482,11 +494,15 @@ def config_of(address: str, correction: str = "tis", **options: Any) -> RunConfi
 def test_a_run_weighs_the_tokens_of_another_engine_or_is_refused() -> None:
     assert config_of("vllm+http://a:1").rollout.replicas == 0
     assert config_of("http://a:1", "none").rollout.addresses == ("http://a:1",)
-    with pytest.raises(ValueError, match="set --rl.algorithm.correction tis"):
+    with pytest.raises(ValueError, match=r"set --rl.algorithm.correction tis"):
         config_of("vllm+http://a:1", "none")
     with pytest.raises(ValueError, match=r"--deterministic with --rollout.addresses sglang\+http"):
         config_of("sglang+http://a:1", deterministic=True)
-    with pytest.raises(ValueError, match="rollout.replicas 0: must be 1 or more"):
+    late = config_of("http://a:1", "none")
+    late.check_address("http://b:1")
+    with pytest.raises(ValueError, match=r"vllm\+http://b:1 with --rl.algorithm.correction none"):
+        late.check_address("vllm+http://b:1")
+    with pytest.raises(ValueError, match=r"rollout.replicas 0: must be 1 or more"):
         RolloutConfig(replicas=0)
 
 
