@@ -669,7 +669,7 @@ class Cluster:
         await self.collector.call(CollectorRole.set_replicas, self._clients())
         self.say(f"{name} is not used any more")
         if not (self._replicas or self._outside):
-            raise RoleLost(f"{name} was the last replica; the messages above say why it is not used")
+            raise RoleLost(f"{name} was the last replica; the messages above say why it left")
 
     # -- reference and critic ------------------------------------------------------------------
 
