@@ -462,11 +462,13 @@ class RolloutConfig:
     """The inference engines that sample the rollouts."""
 
     replicas: int = 1
-    """Engines, each with all the weights; requests are shared out among them."""
+    """Engines, each with all the weights; requests are shared out among them. 0: only those at
+    --rollout.addresses."""
     tp: int = 1
     """Processes that share each engine's matrices."""
     addresses: tuple[str, ...] = ()
-    """Servers (nanoinfer.server) that somebody else started, used as further replicas."""
+    """Servers that somebody else started, used as further replicas: http://HOST:PORT of a
+    nanoinfer.server, vllm+http://HOST:PORT, sglang+http://HOST:PORT."""
     api_key_file: Path | None = None
     """The admin's key of those servers (their --admin-key-file), to hand them weights."""
     threads: int = 0
@@ -474,7 +476,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         most = Bound(1, 1024, "so many processes")
-        check_record(self, "rollout.", replicas=most, tp=most, threads=NATURAL)
+        least = most._replace(low=0) if self.addresses else most
+        check_record(self, "rollout.", replicas=least, tp=most, threads=NATURAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -635,6 +638,24 @@ class RunConfig:
                 "it; set --rl.algorithm.correction tis"
             )
 
+    def check_address(self, address: str) -> None:
+        """ValueError for another project's server where the losses would take its log-probs for
+        those of the trainer."""
+        if "+" not in address.partition("://")[0]:
+            return
+        flag = f"--rollout.addresses {address}"
+        if self.deterministic:
+            raise ValueError(
+                f"--deterministic with {flag}: that engine's log-probs are not the trainer's; "
+                "leave one of them out"
+            )
+        if not self.rl.algorithm.answers_for_staleness:
+            raise ValueError(
+                f"{flag} with --rl.algorithm.correction {self.rl.algorithm.correction}: that "
+                "engine's log-probs are not the trainer's, and nothing would weigh the tokens for "
+                "it; set --rl.algorithm.correction tis"
+            )
+
     def _check_int8_base(self) -> None:
         """Refuse what an int8 base cannot do: both engines read it, and it has no gradient."""
         flags = {
@@ -696,6 +717,8 @@ class RunConfig:
     def _check_transport(self) -> None:
         """Refuse ways of the weights that do not exist or do not reach all who need them."""
         transport, addresses = self.cluster.transport, self.rollout.addresses
+        for address in addresses:
+            self.check_address(address)
         if self.cluster.backend == "inline" and (transport != "auto" or self.cluster.delta):
             flag = "delta" if transport == "auto" else f"transport {transport}"
             raise ValueError(

@@ -90,14 +90,16 @@ def _most_turns(kind: EnvKind) -> int:
     ).agent.max_turns
 
 
-class _NoTemplate:
-    """In place of a model's tokenizer: its chat template knows no calls."""
+class _PlainTemplate:
+    """In place of a model's tokenizer: its chat template knows no calls, and results as most do, as
+    messages of the role "tool" that say what the tool said and nothing else."""
 
-    def render(self, *messages: Any, **options: Any) -> str:
-        return ""
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        known = ("system", "user", "assistant", "tool")
+        return "\n".join(str(one["content"]) for one in messages if one["role"] in known)
 
 
-_TOKENIZER: Any = _NoTemplate()
+_TOKENIZER: Any = _PlainTemplate()
 
 
 class _Script:

@@ -697,6 +697,10 @@ class Run:
         self.cursor.add("train_tokens", metrics["total_tokens"])
         self.cursor.add("train_s", metrics["train_s"])
         if measured := metrics.get("logp_gap_tokens"):
+            if any("+" in address for address in self.config.rollout.addresses):
+                from nanorl.roles.outside_replica import check_gap  # another project's engine
+
+                check_gap(metrics["logp_gap_mean"])
             self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
             self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * measured)
             self.cursor.add("logp_gap_tokens", measured)

@@ -158,8 +158,7 @@ class OutputItem(StrictBody):
 
 
 class ReasoningText(BaseModel):
-    type: Literal["reasoning_text"]
-    text: str
+    text: str = ""
 
 
 class ReasoningItem(BaseModel):
@@ -283,7 +282,7 @@ Item = Annotated[
     | Annotated[OutputItem, Tag("function_call_output")]
     | Annotated[OutputItem, Tag("custom_tool_call_output")]
     | Annotated[MoreToolsItem, Tag("additional_tools")]
-    | Annotated[SilentItem, Tag("reasoning")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[SilentItem, Tag("web_search_call")]
     | Annotated[OtherItem, Tag("item_reference")]
     | Annotated[OtherItem, Tag("compaction")],
@@ -428,6 +427,8 @@ def _messages(items: list[Item]) -> list[Message]:
     messages: list[Message] = []
     turn: list[TurnItem] = []
     for item in (*items, None):
+        if isinstance(item, SilentItem):
+            continue
         is_thought = all(isinstance(one, ReasoningItem) for one in turn)
         if isinstance(item, CallItem) or (is_thought and _is_assistants(item)):
             turn.append(item)  # type: ignore[arg-type]

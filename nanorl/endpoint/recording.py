@@ -11,8 +11,10 @@ training; the client decides where they end: stop texts, length, a schema, a for
 Whoever calls may be steered by the policy, so a call costs the others nothing: what cannot fit the
 context is refused before it is encoded, long prompts are encoded in a thread, one at a time for an
 episode, and the texts that end an answer, its grammar and the number of answers are bounded.
-Left out: prompts that end with a half-written answer; the tokens of an answer that nobody waited
-for, which the engine gives up with it.
+An answer is recorded, and counts as a call, when it is about to be sent; one that nobody waits for
+any more is neither, and the engine gives it up.
+Left out: prompts that end with a half-written answer; what a client does with what it was sent, for
+one that could read an answer and disown it would choose what is trained.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +44,7 @@ from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
+from nanorl.endpoint.call_count import CallCount, NoCallsLeftError
 from nanorl.endpoint.call_tree import CallNode, CallTree
 from nanorl.rewards.base import Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
@@ -96,7 +100,7 @@ class Recording:
         self._forms = ChatForms(tokenizer)
         self._bound = PromptBound(tokenizer, limits.max_context_tokens)
         self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
-        self._num_calls = 0
+        self._calls = CallCount(limits.max_turns)
         self._last: _Said | None = None
 
     @property
@@ -121,7 +125,7 @@ class Recording:
         if not sequences:
             return played
         main, *branches = sequences
-        earned = sum(played.turn_rewards)
+        earned, given_up = sum(played.turn_rewards), self._calls.num_given_up
         status = played.status
         if status != Status.FAILED and self.truncation is not None:
             is_turn = self.truncation == "turn"
@@ -140,6 +144,7 @@ class Recording:
                 **{name: float(count) for name, count in self.metrics.items()},
                 **played.metrics,
                 "num_calls": float(self.num_answers),
+                **({"calls_given_up": float(given_up)} if given_up else {}),
             },
         )
 
@@ -155,47 +160,72 @@ class Recording:
         )
 
     async def answer(self, call: ApiCall, name: str) -> Sampled:
-        """Sample the replies to `call`; under `name` a later call may go on from it. ApiError tells
-        the client what cannot be."""
+        """The replies to `call`, recorded: `answering` for whoever reads them at once."""
+        async with self.answering(call, name) as sampled:
+            return sampled
+
+    @asynccontextmanager
+    async def answering(self, call: ApiCall, name: str) -> AsyncIterator[Sampled]:
+        """Sample the replies to `call`; under `name` a later call may go on from it. They are
+        recorded when the block ends without an exception. ApiError tells the client what cannot
+        be."""
         call = self._continued(call)
         ids = await self.prompt_ids(call)
         form = self._forms.of(call.tools)
-        params = self._params(call, ids)
-        self._check_count(call.n)  # from here on nothing is awaited until they are counted
-        self.metrics.update(f"ignored_{field}" for field in call.ignored)
-        outputs = await self.sample(ids, params, call.n)
-        opened = opened_reasoning(self.tokenizer, ids)
-        replies = []
-        for output in outputs:
-            text, stop_text = form.spoken(
-                self.tokenizer,
-                output.ids,
-                call.stop,
-                stop_ids=call.stop_token_ids,
-                min_tokens=call.min_tokens,
-            )
-            reply = form.reply(text, output, call, stop_text, opened)
-            replies.append(reply)
-            messages = [*call.messages, message_of(reply)]
-            node = self.tree.add(ids, output)
-            said = _Said(messages, call.tools, node, call.has_instructions)
-            self._said.setdefault(_digests(call, messages)[-1], said)
-            self._answers.setdefault(name, said)
-            self._last = said
-        return Sampled(ids, replies)
+        async with self._taken(call.n):
+            outputs = await self.sample(ids, self._params(call, ids), call.n)
+            opened = opened_reasoning(self.tokenizer, ids)
+            replies = []
+            for output in outputs:
+                text, stop_text = form.spoken(
+                    self.tokenizer,
+                    output.ids,
+                    call.stop,
+                    stop_ids=call.stop_token_ids,
+                    min_tokens=call.min_tokens,
+                )
+                replies.append(form.reply(text, output, call, stop_text, opened))
+            yield Sampled(ids, replies)
+            self.metrics.update(f"ignored_{field}" for field in call.ignored)
+            self._note_end(outputs)
+            for reply in replies:
+                self._keep(ids, reply, call, name)
+
+    def _keep(self, ids: list[int], reply: ApiReply, call: ApiCall, name: str) -> None:
+        messages = [*call.messages, message_of(reply)]
+        node = self.tree.add(ids, reply.output)
+        said = _Said(messages, call.tools, node, call.has_instructions)
+        self._said.setdefault(_digests(call, messages)[-1], said)
+        self._answers.setdefault(name, said)
+        self._last = said
 
     async def complete(self, ids: Sequence[int], params: SamplingParams) -> list[Output]:
+        """The completions of a prompt, recorded: `completing` for whoever reads them at once."""
+        async with self.completing(ids, params) as outputs:
+            return outputs
+
+    @asynccontextmanager
+    async def completing(
+        self, ids: Sequence[int], params: SamplingParams
+    ) -> AsyncIterator[list[Output]]:
         """Complete a prompt of token ids, as a client asks that renders by itself. Temperature,
-        truncation and seed of `params` are the run's."""
+        truncation and seed of `params` are the run's. Recorded as by `answering`."""
         prompt = list(ids)
+        async with self._taken(params.n):
+            outputs = await self.sample(prompt, self._decided(prompt, params), params.n)
+            yield outputs
+            self._note_end(outputs)
+            for output in outputs:
+                self.tree.add(prompt, output)
+
+    def _decided(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """What of `params` the client decides, and the run's own for the rest."""
         room = self._room(prompt)
-        self._check_count(params.n)
         if params.top_logps > MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logps={params.top_logps}: at most {MAX_TOP_LOGPROBS}")
-        own = self._sampling
         most = min(params.max_tokens, room)
         decided = replace(
-            own,
+            self._sampling,
             max_tokens=most,
             min_tokens=min(params.min_tokens, most),
             ignore_eos=params.ignore_eos,
@@ -206,27 +236,40 @@ class Recording:
             n=1,
         )
         _check_ends(decided)
-        outputs = await self.sample(prompt, decided, params.n)
-        for output in outputs:
-            self.tree.add(prompt, output)
-        return outputs
+        return decided
+
+    def _note_end(self, outputs: Sequence[Output]) -> None:
+        is_cut = any(output.finish_reason == "length" for output in outputs)
+        self.truncation = "turn" if is_cut else None
+
+    @asynccontextmanager
+    async def _taken(self, n: int) -> AsyncIterator[None]:
+        """The places of `n` answers; see `CallCount`."""
+        try:
+            async with self._calls.taken(n):
+                yield
+        except NoCallsLeftError:
+            self.truncation = "context"
+            raise
 
     async def sample(self, ids: list[int], params: SamplingParams, n: int) -> list[Output]:
-        """`n` completions of a prompt, each with a seed of its own."""
+        """`n` completions of a prompt, each with a seed of its own. Who gives up, gives all up."""
         key = hashlib.blake2b(repr(ids).encode(), digest_size=16).digest()
         seeds = []
         for _ in range(n):
             seeds.append(derive_seed(self._sampling.seed, "call", key.hex(), self._num_asked[key]))
             self._num_asked[key] += 1
-        self._num_calls += n
-        tasks = [self._sample_one(ids, replace(params, seed=seed)) for seed in seeds]
+        tasks = [
+            asyncio.ensure_future(self._sample_one(ids, replace(params, seed=seed)))
+            for seed in seeds
+        ]
         try:
-            outputs = list(await asyncio.gather(*tasks))
+            return list(await asyncio.gather(*tasks))
         except ValueError as error:  # the engine's, of what it cannot do: a schema, a stop text
             raise ApiError(400, str(error)) from None
-        is_cut = any(output.finish_reason == "length" for output in outputs)
-        self.truncation = "turn" if is_cut else None
-        return outputs
+        finally:
+            for task in tasks:  # where one failed, the others are no answer
+                task.cancel()
 
     async def prompt_ids(self, call: ApiCall) -> list[int]:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
@@ -307,25 +350,9 @@ class Recording:
         _check_ends(params)
         return params
 
-    def _check_count(self, n: int) -> None:
-        """ApiError where the episode has not so many calls left."""
-        most = self.limits.max_turns
-        if n > most - self._num_calls:
-            raise ApiError(
-                400,
-                f"n: {n} answers, of which each is a call; the episode has {most} calls "
-                f"(agent.max_turns) and had {self._num_calls}",
-                "n",
-            )
-
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
         limits = self.limits
-        if self._num_calls >= limits.max_turns:
-            self.truncation = "context"
-            raise ApiError(
-                400, f"the episode has had its {limits.max_turns} calls (agent.max_turns)"
-            )
         rooms = [limits.max_turn_tokens, limits.max_context_tokens - len(ids)]
         if limits.max_response_tokens is not None:
             sampled = sum(len(node.output.ids) for node in self.tree.nodes)

@@ -12,8 +12,8 @@
 
 It runs as a task of the loop that plays the rollouts, and listens on the loopback unless told
 otherwise. A key is good for as long as its episode, and leads nowhere else. The same routes stand
-behind `/KEY`, for clients that cannot send one. Answers are recorded before the first byte of them
-is sent; one whose client hangs up while it is sampled is aborted.
+behind `/KEY`, for clients that cannot send one. An answer is recorded, and counts as a call, right
+before the first byte of it is sent; one whose client hung up by then is aborted and forgotten.
 Left out: streams that begin before the answer ends (each arrives as a stream, all at once).
 """
 
@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
+from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
 from nanoinfer.dialects.sse import event_stream
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
@@ -52,7 +52,7 @@ from nanoinfer.server.http_io import (
 )
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
-from nanorl.endpoint.recording import Recording
+from nanorl.endpoint.recording import Recording, Sampled
 from nanorl.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
@@ -274,15 +274,16 @@ class RecordingServer:
         async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
             call = await in_proportion(len(raw), lambda: dialect.read(parse_object(raw)))
             name = uuid.uuid4().hex
-            answer = await self._answer(session, call, name)
+            async with session.recording.answering(call, name) as sampled:
+                answer = self._answer(sampled, name)
 
-            def written() -> Response:
-                if call.is_streamed:
-                    return event_stream(dialect.events(call, answer))
-                return JSONResponse(dialect.write(call, answer))
+                def written() -> Response:
+                    if call.is_streamed:
+                        return event_stream(dialect.events(call, answer))
+                    return JSONResponse(dialect.write(call, answer))
 
-            num_shown = answer.num_sampled_tokens * (1 + (call.num_top or 0))
-            return await in_proportion(num_shown * SHOWN_BYTES, written)
+                num_shown = answer.num_sampled_tokens * (1 + (call.num_top or 0))
+                return await in_proportion(num_shown * SHOWN_BYTES, written)
 
         return work
 
@@ -294,8 +295,7 @@ class RecordingServer:
 
         return work
 
-    async def _answer(self, session: ApiSession, call: ApiCall, name: str) -> ApiAnswer:
-        sampled = await session.recording.answer(call, name)
+    def _answer(self, sampled: Sampled, name: str) -> ApiAnswer:
         return ApiAnswer(
             id=name,
             model=self._model,
@@ -308,11 +308,11 @@ class RecordingServer:
         asked = await in_proportion(
             len(raw), lambda: read_token_call(parse_object(raw), session.recording)
         )
-        outputs = await session.recording.complete(asked.token_ids, asked.params)
-        num_shown = sum(len(one.ids) for one in outputs) * (1 + asked.params.top_logps)
-        return await in_proportion(
-            num_shown * SHOWN_BYTES, lambda: JSONResponse(token_answer(asked, outputs))
-        )
+        async with session.recording.completing(asked.token_ids, asked.params) as outputs:
+            num_shown = sum(len(one.ids) for one in outputs) * (1 + asked.params.top_logps)
+            return await in_proportion(
+                num_shown * SHOWN_BYTES, lambda: JSONResponse(token_answer(asked, outputs))
+            )
 
     async def _report(self, session: ApiSession, request: Request, raw: bytes) -> Response:
         said = read_report(parse_object(raw))

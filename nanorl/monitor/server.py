@@ -246,7 +246,8 @@ def _url(host: str, port: int) -> str:
 def _check_address(address: str) -> None:
     parts = urlsplit(address)
     is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
-    if parts.scheme not in ("http", "https") or not parts.hostname or not is_bare:
+    scheme = parts.scheme.rpartition("+")[2]  # before it, vllm or sglang
+    if scheme not in ("http", "https") or not parts.hostname or not is_bare:
         raise ApiError(
             400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
         )

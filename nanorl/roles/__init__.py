@@ -2,6 +2,7 @@
 
 policy.py      a rank of the training engine, and the engine that its ranks are together
 replica.py     an inference engine; router.py shares requests out among several
+servers.py     engines that somebody else started: ours (http_replica.py), vLLM, SGLang
 collector.py   agents, environments and sandboxes
 scorers.py     the reference and the critic
 role.py        one role under supervision: its handle, its restarts

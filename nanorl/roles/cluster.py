@@ -40,7 +40,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
@@ -63,6 +63,7 @@ from nanorl.roles.role import (
     until_dead,
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
+from nanorl.roles.servers import check_servers, server_at
 from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.store import RolloutStore
@@ -111,7 +112,8 @@ class Cluster:
         if config.rollout.tp > 1:
             check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
         if config.rollout.addresses:
-            check_servers(config.rollout.addresses, config.rollout.api_key_file)
+            rollout, temperature = config.rollout, config.rl.temperature
+            check_servers(rollout.addresses, rollout.api_key_file, temperature)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
@@ -519,7 +521,7 @@ class Cluster:
 
     async def _start_replica_now(self, name: str) -> ActorHandle[Replica]:
         config = self.config
-        num_processes = config.rollout.replicas * config.rollout.tp
+        num_processes = max(1, config.rollout.replicas) * config.rollout.tp
         threads = config.rollout.threads or max(1, num_threads(config) // num_processes)
         recipe = ReplicaRecipe(
             folder=self.parts.folder,
@@ -646,14 +648,17 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
+        self.config.check_address(address)
         replica = server_at(address, self.config.rollout.api_key_file)
-        await replica.heartbeat()
+        await replica.ready(self.config.rl.temperature)
         name = f"server-{self._num_started}"
         self._num_started += 1
         async with self._publishing:
             if self._has_weights:
                 await self.transport.catch_up(name, replica.load_weights)
             self._outside[name] = replica
+        if replica.note:
+            self.say(f"{name} is {replica.engine} at {replica.url}: {replica.note}")
         await self.collector.call(CollectorRole.set_replicas, self._clients())
         return name
 
@@ -663,6 +668,8 @@ class Cluster:
         self.transport.remove(name)
         await self.collector.call(CollectorRole.set_replicas, self._clients())
         self.say(f"{name} is not used any more")
+        if not (self._replicas or self._outside):
+            raise RoleLost(f"{name} was the last replica; the messages above say why it left")
 
     # -- reference and critic ------------------------------------------------------------------
 

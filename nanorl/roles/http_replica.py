@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from nanoinfer.params import Output, SamplingParams
@@ -35,10 +33,8 @@ _ELSEWHERE = {
     HTTPStatus.GATEWAY_TIMEOUT,
 }
 
-_CHECK_S = 30.0  # a server that is busy answers between two steps
 
-
-class _RefusedError(ValueError):
+class ServerRefusedError(ValueError):
     """The server answered that the request cannot be served: its status, and what it says."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -49,6 +45,11 @@ class _RefusedError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class HttpReplica:
     """A server's address. It can be pickled."""
+
+    engine: ClassVar[str] = "nanoinfer.server"
+    """What answers there, for people."""
+    note: ClassVar[str] = ""
+    """What a run says when it begins to use one."""
 
     url: str
     """http://host:port, or https."""
@@ -81,7 +82,7 @@ class HttpReplica:
             body["sampled"] = asdict(sampled)
         try:
             answer = await self._call("/inference/v1/generate", body)
-        except _RefusedError as error:
+        except ServerRefusedError as error:
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return sampled if sampled is not None else Output(finish_reason="abort")
@@ -102,7 +103,7 @@ class HttpReplica:
         body = {"path": offer.folder, "version": offer.version, "checksums": checksums}
         try:
             await self._call("/update_weights", body)
-        except _RefusedError as error:
+        except ServerRefusedError as error:
             raise WeightsRefused(f"{self.url}: {error}") from error
         return perf_counter() - start
 
@@ -121,13 +122,17 @@ class HttpReplica:
         beat: dict[str, float] = await self._call("/heartbeat", {})
         return beat
 
+    async def ready(self, temperature: float) -> None:
+        """ValueError, or whatever a call raises, unless rollouts can be drawn here at this
+        temperature."""
+        await self.heartbeat()
+
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer. `ReplicaLost` if there is none."""
+        status, raw = await self._asked(path, json.dumps(body).encode())
         try:
-            async with asyncio.timeout(self.timeout_s):
-                status, raw = await self._exchange(path, json.dumps(body).encode())
             answer = json.loads(raw)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        except ValueError as error:
             raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if status == HTTPStatus.OK:
             return answer
@@ -136,17 +141,25 @@ class HttpReplica:
             raise ReplicaLost(message)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             raise RuntimeError(message)
-        raise _RefusedError(status, message)
+        raise ServerRefusedError(status, message)
 
-    async def _exchange(self, path: str, payload: bytes) -> tuple[int, bytes]:
-        """(status, body) of one POST over a connection of its own."""
+    async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
+        """(status, body) of one answer. `ReplicaLost` if there is none."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._exchange(path, payload, method)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    async def _exchange(self, path: str, payload: bytes, method: str) -> tuple[int, bytes]:
+        """(status, body) over a connection of its own."""
         parts = urlsplit(self.url)
         is_tls = parts.scheme == "https"
         port = parts.port or (443 if is_tls else 80)
         reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
         try:
             lines = [
-                f"POST {parts.path.rstrip('/')}{path} HTTP/1.1",
+                f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
                 f"Host: {parts.netloc}",
                 "Content-Type: application/json",
                 f"Content-Length: {len(payload)}",
@@ -162,33 +175,3 @@ class HttpReplica:
             return int(first.split()[1]), body
         finally:
             writer.close()
-
-
-def server_at(address: str, key_file: Path | None) -> HttpReplica:
-    """The client of a server; `ValueError` for an address or a key file that cannot be."""
-    try:
-        key = key_file.read_text().strip() if key_file is not None else None
-    except OSError as error:
-        raise ValueError(f"--rollout.api-key-file {key_file}: {error.strerror}") from None
-    return HttpReplica(url=address, api_key=key)
-
-
-def check_servers(addresses: Sequence[str], key_file: Path | None) -> None:
-    """`ValueError` unless all of them answer. For whoever has no event loop yet."""
-
-    async def ask(server: HttpReplica) -> None:
-        try:
-            await replace(server, timeout_s=_CHECK_S).heartbeat()
-        except (ReplicaLost, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"--rollout.addresses {server.url}: no nanoinfer.server that can be used "
-                f"({error}); start one there, with the key of --rollout.api-key-file, or leave it "
-                "out"
-            ) from None
-
-    async def ask_all() -> None:
-        for server in servers:
-            await ask(server)
-
-    servers = [server_at(address, key_file) for address in addresses]
-    asyncio.run(ask_all())

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +66,8 @@ class ToolContext:
     """Opens the episode's session (a workspace and processes that stay from call to call)."""
     metrics: Counter[str] = field(default_factory=Counter)
     """What tools count; the environment takes it after every turn."""
+    opened: dict[Any, Closing] = field(default_factory=dict)
+    """What tools hold for this episode, each under a key of its own."""
     _session: Any = field(default=None, init=False, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
@@ -85,11 +88,20 @@ class ToolContext:
             return self._session
 
     async def close(self) -> None:
-        """Close the session, if one was opened; safe to call twice."""
-        async with self._lock:
+        """Close the session, if one was opened, and what else tools hold; safe to call twice."""
+        async with self._lock, AsyncExitStack() as stack:  # all are closed, even if one fails
             session, self._session = self._session, None
+            opened, self.opened = self.opened, {}
+            for one in opened.values():
+                stack.push_async_callback(one.close)
             if session is not None:
-                await session.close()
+                stack.push_async_callback(session.close)
+
+
+class Closing(Protocol):
+    """Something that an episode holds until its end."""
+
+    async def close(self) -> None: ...
 
 
 class Tool(Described, Protocol):

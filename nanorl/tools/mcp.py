@@ -2,10 +2,12 @@
 
     tools = [*mcp_tools("uvx mcp-server-time"), *mcp_tools("http://127.0.0.1:8000/mcp")]
 
-The server is started when its tools are listed. It serves all episodes of the process: what one
-leaves behind another sees. One thread holds the connection, so calls may come from any event loop.
-A call that fails is a `ToolError`. A server that dies, or that answers nothing any more, is
-`InfrastructureError`; the next call starts or reaches it anew.
+A command is started once when its tools are listed. Where all of them say that they change nothing
+(MCP's `readOnlyHint`), that server goes on to serve all episodes of the process. Otherwise what one
+episode leaves behind another would see, so each that calls a tool has a server of its own, from its
+first call to its end. A server at an address is everybody's.
+One thread holds the connections, so calls may come from any event loop. A call that fails is a
+`ToolError`; a server that dies is `InfrastructureError` (mcp_connection.py).
 Left out: resources, prompts, sampling, and results that are not text. Needs the extra `mcp`.
 """
 
@@ -13,176 +15,100 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
-import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from nanoengine.extras import missing
+from nanorl.bounds import check_number
 from nanorl.tools.base import ToolContext, ToolError
-from nanorl.types import InfrastructureError
+from nanorl.tools.mcp_connection import STOP_S, McpConnection, is_address
 
 START_S = 60.0  # a server may install itself first
-PROBE_S = 10.0  # a server that lists no tools within this time after a slow call is dead
-STOP_S = 10.0
-MAX_LOG_CHARS = 300
-
-
-@dataclass(eq=False)
-class _Connection:
-    """A client that is connected for as long as nobody sets `stop`."""
-
-    client: Any
-    stop: asyncio.Event
-    task: asyncio.Task[None] | None = None
+MAX_SERVERS = 64  # a process each
+T = TypeVar("T")
 
 
 class McpServer:
-    """A connection to one server. `close()` ends it; so does the end of the process."""
+    """The connections to one server. `close()` ends them; so does the end of the process."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(
+        self, target: str, *, max_servers: int = MAX_SERVERS, start_timeout_s: float = START_S
+    ) -> None:
         """`target` is a command line, or an address that begins with http:// or https://."""
         if not target.strip():
             raise ValueError("an MCP server is a command line or an http address; this is empty")
+        check_number("mcp_tools(max_servers=", max_servers, 1)
+        check_number("mcp_tools(start_timeout_s=", start_timeout_s, 0, is_open=True)
         try:
             import mcp  # noqa: F401
         except ImportError as error:
             raise missing(f"MCP server {target!r}", "mcp", extra="mcp") from error
         self.target = target
+        self.is_per_episode = False
+        """Whether each episode has a server of its own."""
+        self._start_s, self._slots = start_timeout_s, asyncio.Semaphore(max_servers)
         self._loop = asyncio.new_event_loop()
-        self._lock = asyncio.Lock()
-        self._connection: _Connection | None = None
-        file = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self._log = cast(TextIO, file)
+        self._shared = McpConnection(target, start_timeout_s)
+        self._open: set[McpConnection] = {self._shared}
         thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="mcp")
         thread.start()
-        self._end = weakref.finalize(self, _end_thread, self._loop, thread)
+        self._end = weakref.finalize(self, _end_thread, self._loop, thread, self._open)
 
     def tools(self) -> list[McpTool]:
         """The server's tools. `InfrastructureError` where it cannot be reached."""
-        listed = self._submit(self._list()).result()
-        return [McpTool(self, one) for one in listed]
+        return [McpTool(self, one) for one in self._submit(self._shared.tools()).result()]
 
-    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+    def serve_each_episode(self) -> None:
+        """From now on each episode has a server of its own; that which listed the tools ends."""
+        self.is_per_episode = True
+        self._submit(self._shared.close()).result()
+
+    async def call(self, name: str, arguments: Mapping[str, Any], context: ToolContext) -> str:
         """The text of one call's result."""
-        call = self._call(name, dict(arguments), timeout_s)
-        return await asyncio.wrap_future(self._submit(call))
-
-    def close(self) -> None:
-        """End the connection, and the server if it was started here."""
-        if self._end.alive:
-            self._submit(self._disconnect()).result(STOP_S)
-            self._end()
-            self._log.close()
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    # -- in the thread of the connection ---------------------------------------------------------
-
-    async def _list(self) -> list[Any]:
-        connection = await self._connected()
-        return (await connection.client.list_tools()).tools
-
-    async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
-
-        connection = await self._connected()
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await connection.client.call_tool(name, arguments)
-        except TimeoutError as error:
-            await self._probe(connection)
-            raise ToolError(f"{name} timed out after {timeout_s:g} s") from error
-        except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                raise await self._lost(connection, error) from error
-            raise ToolError(error.error.message) from error
-        except Exception as error:  # the boundary to a transport of another package
-            raise await self._lost(connection, error) from error
+        call = self._connection(context).call(name, arguments, context.timeout_s)
+        result = await asyncio.wrap_future(self._submit(call))
         text = _text(result)
         if result.is_error:
             raise ToolError(text)
         return text
 
-    async def _probe(self, connection: _Connection) -> None:
-        """Ask the server for anything at all, after a call that took too long."""
-        try:
-            async with asyncio.timeout(PROBE_S):
-                await connection.client.list_tools(cache_mode="bypass")
-        except Exception as error:  # as above
-            raise await self._lost(connection, error) from error
+    def close(self) -> None:
+        """End the connections, and the servers that were started here."""
+        self._end()
 
-    async def _lost(self, connection: _Connection, error: Exception) -> InfrastructureError:
-        """Give the connection up; the next call makes another."""
-        connection.stop.set()
-        if self._connection is connection:
-            self._connection = None
-        return InfrastructureError(f"the MCP server {self.target!r} failed: {self._why(error)}")
+    def _connection(self, context: ToolContext) -> McpConnection:
+        if not self.is_per_episode:
+            return self._shared
+        own = context.opened.get(self)
+        if own is None:
+            connection = McpConnection(self.target, self._start_s, self._slots)
+            self._open.add(connection)
+            own = context.opened[self] = _OwnServer(self, connection)
+        assert isinstance(own, _OwnServer), "this server's key"
+        return own.connection
 
-    async def _connected(self) -> _Connection:
-        async with self._lock:
-            if self._connection is None:
-                self._connection = await self._connect()
-            return self._connection
+    async def _leave(self, connection: McpConnection) -> None:
+        """Close an episode's connection, even if the episode is cancelled meanwhile."""
+        self._open.discard(connection)
+        await asyncio.shield(asyncio.wrap_future(self._submit(connection.close())))
 
-    async def _connect(self) -> _Connection:
-        ready: asyncio.Future[_Connection] = self._loop.create_future()
-        task = self._loop.create_task(self._hold(ready))
-        try:
-            connection = await asyncio.wait_for(asyncio.shield(ready), START_S)
-        except Exception as error:  # the boundary to a server that may be anything
-            task.cancel()
-            raise InfrastructureError(
-                f"the MCP server {self.target!r} does not start: {self._why(error)}"
-            ) from error
-        connection.task = task
-        return connection
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _hold(self, ready: asyncio.Future[_Connection]) -> None:
-        """Enter and leave the client in one task, as its cancel scopes demand."""
-        from mcp import Client
 
-        connection = None
-        try:
-            async with Client(self._transport(), cache=None) as client:
-                connection = _Connection(client, asyncio.Event())
-                ready.set_result(connection)
-                await connection.stop.wait()
-        except Exception as error:  # told to who waits; later it is noticed by a call
-            if not ready.done():
-                ready.set_exception(error)
+class _OwnServer:
+    """An episode's own server, which ends with the episode's `ToolContext`."""
 
-    def _transport(self) -> Any:
-        if self.target.startswith(("http://", "https://")):
-            return self.target
-        from mcp import StdioServerParameters, stdio_client
+    def __init__(self, server: McpServer, connection: McpConnection) -> None:
+        self.connection = connection
+        self._server = server
 
-        command, *arguments = shlex.split(self.target)
-        self._log.seek(0)
-        self._log.truncate()
-        return stdio_client(
-            StdioServerParameters(command=command, args=arguments), errlog=self._log
-        )
-
-    async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None and connection.task is not None:
-            connection.stop.set()
-            await asyncio.wait([connection.task], timeout=STOP_S)
-
-    def _why(self, error: Exception) -> str:
-        """The error, and the end of what the server wrote to its stderr."""
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        self._log.seek(0)
-        said = self._log.read().strip()[-MAX_LOG_CHARS:]
-        text = f"{type(error).__name__}: {error}"
-        return f"{text}; it wrote: {said}" if said else text
+    async def close(self) -> None:
+        await self._server._leave(self.connection)
 
 
 class McpTool:
@@ -199,22 +125,66 @@ class McpTool:
                 "parameters": listed.input_schema,
             },
         }
+        self.is_read_only: bool = bool(listed.annotations and listed.annotations.read_only_hint)
+        """Whether the server says that calls change nothing."""
         self._server = server
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """The server's answer; it checks the arguments."""
-        return await self._server.call(self.name, arguments, context.timeout_s)
+        return await self._server.call(self.name, arguments, context)
 
 
-def mcp_tools(target: str) -> list[McpTool]:
-    """The tools of the server behind a command line or an address, which they keep alive."""
-    return McpServer(target).tools()
+def mcp_tools(
+    target: str,
+    *,
+    per_episode: bool | None = None,
+    max_servers: int = MAX_SERVERS,
+    start_timeout_s: float = START_S,
+) -> list[McpTool]:
+    """The tools of the server behind a command line or an address, which they keep alive.
+
+    `per_episode`: whether each episode has a server of its own, which costs a start and the memory
+    of a process for as long as the episode lasts. None: where a command is given and not all of
+    its tools are marked `readOnlyHint`. At most `max_servers` run
+    at a time, and each must have started after `start_timeout_s`. A server that is shared though a
+    tool of it may write is warned of. ValueError where `per_episode` is asked of an address.
+    """
+    if per_episode and is_address(target):
+        raise ValueError(
+            f"mcp_tools({target!r}, per_episode=True): a server at an address was started "
+            "elsewhere, and each episode would reach the same; give the command that starts it"
+        )
+    server = McpServer(target, max_servers=max_servers, start_timeout_s=start_timeout_s)
+    tools = server.tools()
+    writing = [tool.name for tool in tools if not tool.is_read_only]
+    if per_episode or (per_episode is None and writing and not is_address(target)):
+        server.serve_each_episode()
+    elif writing:
+        warnings.warn(_shared_warning(target, writing), stacklevel=2)
+    return tools
 
 
-def _end_thread(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """A server that was started by a command ends when its input does, with this process."""
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(STOP_S)
+def _shared_warning(target: str, writing: list[str]) -> str:
+    mend = "reset its state between episodes" if is_address(target) else "leave per_episode out"
+    return (
+        f"the MCP server {target!r} is shared by all episodes, and of its tools "
+        f"{', '.join(writing)} may write: what one rollout leaves behind another reads. {mend}, or "
+        "mark the tools readOnlyHint if they change nothing"
+    )
+
+
+def _end_thread(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, open_: set[McpConnection]
+) -> None:
+    """End all servers, then the thread. It may be the thread itself that collects the garbage."""
+
+    async def close_all() -> None:
+        await asyncio.gather(*(one.close() for one in open_), return_exceptions=True)
+
+    ended = asyncio.run_coroutine_threadsafe(close_all(), loop)
+    ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+    if threading.current_thread() is not thread:
+        thread.join(2 * STOP_S)
 
 
 def _text(result: Any) -> str:

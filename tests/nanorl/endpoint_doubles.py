@@ -65,13 +65,14 @@ class Script:
     names: list[str] = field(default_factory=list)
     max_body_bytes: int = 1 << 20
 
-    async def answer(self, call: ApiCall, name: str) -> Sampled:
+    @asynccontextmanager
+    async def answering(self, call: ApiCall, name: str) -> AsyncIterator[Sampled]:
         said = self.said[len(self.calls)]
         self.calls.append(call)
         self.names.append(name)
         if isinstance(said, Exception):
             raise said
-        return Sampled(PROMPT, [said])
+        yield Sampled(PROMPT, [said])
 
     async def prompt_ids(self, call: ApiCall) -> list[int]:
         self.calls.append(call)
