@@ -18,8 +18,10 @@ from nanoinfer.server.media import refusals
 
 SEARCHES = ("tool_search", "web_fetch", "web_search")
 """What the names of tools begin with that are left out."""
-CLIENTS_OWN = ("apply_patch", "bash", "browser", "computer", "local_shell", "memory", "shell")
-CLIENTS_OWN += ("str_replace", "text_editor")
+CLIENTS_OWN = (
+    *("apply_patch", "bash", "browser", "computer", "local_shell", "memory", "shell"),
+    *("str_replace", "text_editor"),
+)
 INPUT = "input"
 
 

@@ -20,7 +20,11 @@ def without_answer(output: Output) -> Output:
     """The scores of the prompt alone: of a request for no tokens, for which one was sampled."""
     return replace(
         output,
-        **{name: [] for name in ("ids", "logps", "sampled_logps", "versions", "top_logps")},
+        ids=[],
+        logps=[],
+        sampled_logps=[],
+        versions=[],
+        top_logps=[],
         text="",
         finish_reason="length",
         stop_reason=None,
