@@ -126,6 +126,9 @@ class TurnBuilder:
         self._mask += [1] * len(ids)
         self._logps += output.logps
         self._versions += output.versions
+        num_old = sum(a != b for a, b in zip(output.cache_versions, output.versions, strict=False))
+        if num_old:  # of in_flight=keep: sampled over keys and values of an older version
+            self.metrics["old_cache_tokens"] += num_old
         end = len(self._tokens)
         self.spans.append(TurnSpan(action_start=start, action_end=end, observation_end=end))
         self._is_aborted = output.finish_reason == "abort"

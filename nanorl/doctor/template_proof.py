@@ -346,13 +346,14 @@ def _peer(tokenizer: ChatTokenizer) -> Encode | None:
     )
 
     def rendered(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> str:
-        text: str = theirs.apply_chat_template(
+        text = theirs.apply_chat_template(
             [dict(one) for one in messages],
-            tools=tools,
+            tools=list(tools) if tools is not None else None,
             add_generation_prompt=True,
             tokenize=False,
             **tokenizer.variables,
         )
+        assert isinstance(text, str), "tokenize=False"
         return text
 
     def encode(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:

@@ -391,6 +391,7 @@ def _joined(first: Output, second: Output) -> Output:
         ids=first.ids + second.ids,
         logps=first.logps + second.logps,
         versions=first.versions + second.versions,
+        cache_versions=first.cache_versions + second.cache_versions,
         top_logps=first.top_logps + second.top_logps,
         sampled_logps=first.sampled_logps + second.sampled_logps,
         num_cached_tokens=first.num_cached_tokens,
