@@ -152,7 +152,75 @@ AREAS = {
         ),
     ),
 }
+AREAS |= {
+    "chat": Area(
+        files=("nanoinfer/chat/*.py", "nanorl/agents/tokens.py"),
+        tests=(
+            *("test_template_gallery", "test_parsers", "../nanoinfer/test_model_forms"),
+            *("../nanoinfer/test_reply", "test_turn_tokens", "test_chat_form", "test_chat_tokens"),
+            *("../nanoinfer/test_chat_answers", "test_gallery_training", "test_tools"),
+            *("test_trajectories", "test_loops", "test_recording", "test_recorded_episodes"),
+            *("../nanoinfer/test_client_bodies", "../nanoinfer/test_server", "test_tool_tokens"),
+        ),
+    ),
+    "dialects": Area(
+        files=("nanoinfer/dialects/*.py",),
+        tests=(
+            *("../nanoinfer/test_client_bodies", "../nanoinfer/test_client_fields"),
+            *("test_endpoint_messages", "test_endpoint_responses", "test_unreadable_arguments"),
+            *("../nanoinfer/test_server_dialects", "../nanoinfer/test_spoken_reply"),
+            *("../nanoinfer/test_server_agent_clients", "test_recording_server", "test_recording"),
+            *("test_call_variables", "test_agent_clients", "test_endpoint_abuse"),
+        ),
+    ),
+    "serving": Area(
+        files=("nanoinfer/server/*.py",),
+        tests=(
+            *("../nanoinfer/test_server", "../nanoinfer/test_client_bodies"),
+            *("../nanoinfer/test_body_answers", "../nanoinfer/test_client_fields"),
+            *("../nanoinfer/test_server_rl_routes", "../nanoinfer/test_server_dialects"),
+            *("../nanoinfer/test_token_text", "../nanoinfer/test_answer_ends"),
+            *("../nanoinfer/test_server_clients", "../nanoinfer/test_server_abuse"),
+            *("../nanoinfer/test_chat_answers", "../nanoinfer/test_server_adapters"),
+            *("../nanoinfer/test_request_fields_page", "../nanoinfer/test_chat_page"),
+            *("../nanoinfer/test_server_fuzz", "../nanoinfer/test_listening", "test_monitor"),
+            *("test_endpoint_flood", "test_http_replica"),
+        ),
+    ),
+    "folders": Area(
+        files=(
+            *("nanoengine/model/peft_config.py", "nanoengine/model/lora.py"),
+            *("nanoengine/model/patterns.py", "nanoengine/model/rope.py"),
+            *("nanoengine/model/config.py", "nanoengine/model/gguf*.py"),
+            *("nanoengine/model/mxfp4.py", "nanoengine/model/chosen_dtype.py"),
+            *("nanoengine/model/template_files.py", "nanoengine/model/chat_template.py"),
+        ),
+        tests=(
+            *("../nanoengine/test_ropes", "../nanoengine/test_drawn_fields"),
+            *("../nanoengine/test_peft_folders", "../nanoengine/test_gguf"),
+            *("../nanoengine/test_gguf_tokenizer", "../nanoengine/test_gguf_file"),
+            *("../nanoengine/test_finite_folders", "../nanoengine/test_template_files"),
+            *("../nanoengine/test_hf", "../nanoengine/test_gpt_oss", "../nanoinfer/test_llm"),
+            *("../nanoengine/test_model_parity", "../nanoengine/test_foreign_files"),
+            *("../nanoinfer/test_adapters", "test_template_gallery"),
+        ),
+    ),
+    "outside": Area(
+        files=(
+            *("nanorl/roles/outside_replica.py", "nanorl/roles/sglang_replica.py"),
+            *("nanorl/roles/vllm_replica.py", "nanorl/roles/servers.py"),
+            *("nanorl/tools/mcp*.py", "nanorl/endpoint/call_count.py"),
+            *("nanorl/doctor/borders.py", "nanorl/doctor/conversations.py"),
+            *("nanorl/doctor/model_check.py", "nanorl/doctor/template_*.py"),
+        ),
+        tests=(
+            *("test_outside_replica", "test_mcp_episodes", "test_mcp_tools", "test_given_up_calls"),
+            *("test_template_gallery", "test_doctor", "test_http_replica", "test_recording"),
+        ),
+    ),
+}
 GROUPS = {
+    "clients": ("chat", "dialects", "serving", "folders", "outside"),
     "trust": (
         *("sandbox", "endpoint", "service", "store", "router", "supervision", "batching"),
         "recorder",
@@ -160,6 +228,20 @@ GROUPS = {
 }
 """Areas that one list is drawn from."""
 NEAR = {
+    "nanoinfer/chat/turns.py": "test_turn_tokens",
+    "nanoinfer/chat/reply.py": "../nanoinfer/test_reply",
+    "nanoinfer/chat/form.py": "../nanoinfer/test_model_forms",
+    "nanoinfer/chat": "test_parsers",
+    "nanoinfer/server/rl_routes.py": "../nanoinfer/test_server_rl_routes",
+    "nanoinfer/server/sglang_generate.py": "../nanoinfer/test_server_rl_routes",
+    "nanoinfer/server/token_text.py": "../nanoinfer/test_token_text",
+    "nanoengine/model/gguf_tokenizer.py": "../nanoengine/test_gguf_tokenizer",
+    "nanoengine/model/gguf": "../nanoengine/test_gguf",
+    "nanoengine/model/peft_config.py": "../nanoengine/test_peft_folders",
+    "nanoengine/model/template_files.py": "../nanoengine/test_template_files",
+    "nanorl/tools/mcp": "test_mcp_episodes",
+    "nanorl/endpoint/call_count.py": "test_given_up_calls",
+    "nanorl/doctor": "test_template_gallery",
     "nanorl/agents/guard.py": "test_agent_command",
     "nanorl/batching.py": "test_batching",
     "nanoinfer/dialects/responses.py": "test_endpoint_responses",
