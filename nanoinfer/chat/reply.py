@@ -147,7 +147,8 @@ def _read_harmony(text: str, parser: Parser | None) -> SplitReply:
     found = parser.read(text) if isinstance(parser, HarmonyParser) else []
     calls = tuple(one for one in found if isinstance(one, ToolCall))
     is_calling = bool(calls) and len(calls) == len(found)
-    thoughts, said = [], []
+    thoughts: list[str] = []
+    said: list[str] = []
     for one in messages_in(text):
         if not (one.recipient and is_calling):
             (thoughts if one.is_reasoning else said).append(text[one.body : one.body_end])
