@@ -8,7 +8,7 @@ Three facts of real templates make that more than a search for an end-of-turn to
 
     a call is printed behind the content        so the mark also stands in the call's arguments
     GLM-4 ends a turn with the next role's token     so one of another role is replaced
-    gpt-oss samples `<|return|>`, reads `<|end|>`    so the end is not among the eos ids
+    gpt-oss samples `<|return|>`, reads `<|end|>`    so the end is replaced by one that is no eos id
 
 Messages that the template does not print, and ends that cannot be told, are errors: nothing that
 was said to a model is left out without a word.
@@ -88,10 +88,11 @@ def ids_after_turn(
         return AfterTurn(ids[end + 1 :])
     if last_id not in tokenizer.eos_ids:
         return AfterTurn(ids[end:])
-    # Another end was sampled. One that opens the next message says who speaks there, and must be
-    # the one of who does; any other, such as `<|endoftext|>`, ends a turn as well.
-    is_opening = ids[end] in tokenizer.eos_ids and ids[end] not in marked.ids([])
-    return AfterTurn(ids[end:], True) if is_opening else AfterTurn(ids[end + 1 :])
+    # Another end was sampled. Where the template writes a history with another token than the one
+    # that is sampled, or one that opens the next message and says who speaks there, it is that one;
+    # any other, such as `<|endoftext|>`, ends a turn as well.
+    is_own = ids[end] in tokenizer.eos_ids and ids[end] in marked.ids([])
+    return AfterTurn(ids[end + 1 :]) if is_own else AfterTurn(ids[end:], True)
 
 
 def _renamed_end(tokenizer: ChatTokenizer, between: list[int], closed: list[int]) -> int:

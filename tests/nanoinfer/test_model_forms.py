@@ -228,8 +228,7 @@ def test_the_deployed_prompt_is_the_trained_one(grown: Grown) -> None:
     if not name.startswith("mistral"):  # its calls stand alone
         grown.turn(add(4, name="call00010"), text="" if name == "harmony" else "Let me see.")
     grown.check_dialects()
-    if name != "harmony":  # a rollout keeps `<|return|>`, which its template renames
-        grown.turn(text="It is 3.")
+    grown.turn(text="It is 3.")
 
 
 def test_reasoning_comes_back_where_the_model_reads_it(grown: Grown) -> None:
