@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.dialects.exchange import (
     ApiAnswer,
@@ -22,7 +21,6 @@ from nanoinfer.dialects.exchange import (
     forced_tool,
     given_fields,
 )
-from nanoinfer.server.chat_messages import ChatMessage
 from nanoinfer.server.harmless import CHAT_REFUSED
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
@@ -81,7 +79,7 @@ class ChatDialect:
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         return ApiCall(
-            messages=[_said(message) for message in asked.messages],
+            messages=[message.for_template() for message in asked.messages],
             tools=asked.tool_specs(),
             forced_tool=forced,
             variables=asked.variables(),
@@ -151,12 +149,6 @@ class ChatDialect:
             return None
         output = reply.output
         return chat_logprobs(self._tokenizer, output.ids, output.logps, output.top_logps)
-
-
-def _said(message: ChatMessage) -> Message:
-    """Without what it thought: an answer that comes back is found by what it said."""
-    shown = message.for_template()
-    return {name: value for name, value in shown.items() if name != "reasoning_content"}
 
 
 def _head(answer: ApiAnswer, kind: str) -> Json:

@@ -157,15 +157,18 @@ class OutputItem(StrictBody):
     output: ItemParts
 
 
-class ReasoningText(BaseModel):
-    text: str = ""
+class ReasoningText(StrictBody):
+    ignored = NOTES
+    type: Literal["reasoning_text", "text"]
+    text: str
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(StrictBody):
     """What the model thought; what is not in the clear is another server's."""
 
+    ignored = OF_ITEMS | {"encrypted_content", "summary"}
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: list[ReasoningText] = Field(default_factory=list)
 
 
 class SilentItem(BaseModel):
@@ -455,7 +458,7 @@ def _said(turn: list[TurnItem]) -> Message:
     text = "".join(_joined(item.content) for item in turn if isinstance(item, MessageItem))
     uses = [item.use() for item in turn if isinstance(item, CallItem)]
     thoughts = [
-        part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content or ()
+        part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content
     ]
     return assistant_message(text, uses, "\n".join(thoughts))
 

@@ -188,6 +188,7 @@ class ChatFormat:
         self.by_id = body.return_tokens_as_token_ids
         self.has_logprobs = body.num_top is not None
         self.has_ids = body.return_token_ids
+        self.has_reasoning = body.shows_reasoning
         self.form = form
         self.stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         # A schema rules the turn from its first token on, whatever the prompt has opened.
@@ -213,7 +214,7 @@ class ChatFormat:
             text, _stop = self.form.spoken(self.tokenizer, output.ids, self.stop)
         reply, calls = self.tools.read(text, is_cut=output.finish_reason != "stop")
         message: Json = {"role": "assistant", "content": reply.content}
-        if reply.reasoning:
+        if reply.reasoning and self.has_reasoning:
             message |= reasoning_json(reply.reasoning)
         if calls:
             message["content"] = reply.content or None
@@ -251,7 +252,7 @@ class ChatDeltas:
         """A choice to send; None if the chunk shows nothing new."""
         reply, calls = self._read(chunk)
         delta: Json = {"content": reply.content} if reply.content else {}
-        if reply.reasoning:
+        if reply.reasoning and self._form.has_reasoning:
             delta |= reasoning_json(reply.reasoning)
         if calls:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]

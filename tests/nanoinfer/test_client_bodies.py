@@ -36,6 +36,7 @@ SPOKEN = ChatTokenizer(  # its prompts tell the variables that they were made wi
 USER = {"role": "user", "content": "hi"}
 HI = "<|user|>hi<|end|>"
 OPEN = "<|assistant|>"
+WRITTEN = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
 LS = {"name": "ls", "description": "Lists.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": LS}
 RUN = {"type": "function", "function": {**LS, "name": "run"}}
@@ -116,7 +117,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openai: result as parts": (
         {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "call_1",
                                      "content": [text("a"), text("b")]}]},
-        {"prompt": f"{HI}{OPEN}<|end|><|tool|>ab<|end|>{OPEN}"},
+        {"prompt": f"{HI}{OPEN}{WRITTEN}<|end|><|tool|>ab<|end|>{OPEN}"},
     ),
     # litellm and openrouter
     "litellm: cache_control anywhere": (
@@ -135,7 +136,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **CALL, "index": 0, "extra_content": {"google": {"thought_signature": "x"}},
             "provider_specific_fields": {}}]},
             {"role": "tool", "tool_call_id": "call_1", "name": "ls", "content": "x"}]},
-        {"prompt": f"{HI}{OPEN}<|end|><|tool|>x<|end|>{OPEN}"},
+        {"prompt": f"{HI}{OPEN}{WRITTEN}<|end|><|tool|>x<|end|>{OPEN}"},
     ),
     "openrouter: routing": (
         {"provider": {"order": ["a"], "data_collection": "deny"}, "models": ["a", "b"],
@@ -249,7 +250,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openhands: a picture that a tool took": (
         {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "call_1", "name": "ls",
                                      "content": [text("shot: ", **CACHE), PICTURE]}]},
-        {"prompt": f"{HI}{OPEN}<|end|><|tool|>shot: [image left out: this model reads text]"
+        {"prompt": f"{HI}{OPEN}{WRITTEN}<|end|><|tool|>shot: [image left out: this model reads text]"
                    f"<|end|>{OPEN}"},
     ),
     "langchain: arguments as an object, and none": (
@@ -412,11 +413,12 @@ def test_the_endpoint_does_what_says_where_an_answer_ends_and_what_the_template_
     )  # fmt: skip
     assert call == ApiCall(
         messages=[USER], min_tokens=2, stop_token_ids=(5,), ignore_eos=True, stop=("x",),
-        has_reasoning=False, ignored=("temperature",),
+        has_reasoning=False, ignored=("temperature",), sampling={"temperature": 0.5},
         variables={"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
     )  # fmt: skip
     back = [USER, {"role": "assistant", "content": "a", "reasoning": "b"}, USER]
-    assert read_chat(messages=back).messages[1] == {"role": "assistant", "content": "a"}
+    said = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    assert read_chat(messages=back).messages[1] == said
 
 
 def test_the_endpoint_refuses_what_would_change_its_tokens_all_at_once() -> None:
