@@ -250,8 +250,8 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openhands: a picture that a tool took": (
         {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "call_1", "name": "ls",
                                      "content": [text("shot: ", **CACHE), PICTURE]}]},
-        {"prompt": f"{HI}{OPEN}{WRITTEN}<|end|><|tool|>shot: [image left out: this model reads text]"
-                   f"<|end|>{OPEN}"},
+        {"prompt": f"{HI}{OPEN}{WRITTEN}<|end|><|tool|>shot: "
+                   f"[image left out: this model reads text]<|end|>{OPEN}"},
     ),
     "langchain: arguments as an object, and none": (
         {"messages": [USER, {**CALLED, "tool_calls": [
