@@ -25,6 +25,8 @@ from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat
 from nanoinfer.chat.form import ChatForm
+from nanoinfer.chat.reading import REASONING
+from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.params import Output, SamplingParams
@@ -238,13 +240,16 @@ class Policy:
         calls = [
             self.chat.parser.write(ToolCall("look_up", {"word": w})) for w in ("apple", "pear")
         ]
-        script = [calls[0], "Hm.", "\n".join(calls), "", "Answer: 42"]
+        both = "\n".join(calls)
+        is_read = len(self.chat.parser.read(both)) == len(calls)  # GLM-4 calls once a turn
+        script = [calls[0], "Hm.", both if is_read else calls[1], "", "Answer: 42"]
         return script[min(turn, len(script) - 1)]
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         turn = len(self.sampled)
         ends = sorted(self.tokenizer.eos_ids)
-        said = self.tokenizer.encode(self.text(turn), allow_special=True)
+        closing = REASONING.get(opened_reasoning(self.tokenizer, ids), "")
+        said = self.tokenizer.encode(closing + self.text(turn), allow_special=True)
         said.append(ends[turn % len(ends)])
         self.sampled.append(said)
         count = len(said)
@@ -353,7 +358,8 @@ class _Caller:
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         end, _ = delta_ids(self.tokenizer, [user("x")])
         end = end if end in self.tokenizer.eos_ids else min(self.tokenizer.eos_ids)
-        said = [*self.tokenizer.encode(self.text, allow_special=True), end]
+        text = REASONING.get(opened_reasoning(self.tokenizer, ids), "") + self.text
+        said = [*self.tokenizer.encode(text, allow_special=True), end]
         count = len(said)
         return Output(ids=said, logps=[-1.0] * count, versions=[0] * count, finish_reason="stop")
 
