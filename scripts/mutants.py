@@ -396,10 +396,16 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def import_ahead(self) -> None:
-        """What nearly all tests import and no bug is in: forked tests have it then."""
+    def import_ahead(self, files: Sequence[str]) -> None:
+        """What nearly all tests import and no bug is in: forked tests have it then. A package that
+        has one of the changed `files` is imported by each test anew, else no test would see it."""
         sys.path.insert(0, str(self.folder))
+        changed = {Path(file).parts[0] for file in files}
+        layers = ("kernels", "nanoengine", "nanoinfer", "nanorl")  # each imports those before it
+        lowest = min((layers.index(one) for one in changed if one in layers), default=len(layers))
         for name in AHEAD:
+            if name.partition(".")[0] in layers[lowest:]:
+                continue
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
 
@@ -488,7 +494,7 @@ def run(mutants: Sequence[Mutant], rows: Path, round_name: str, first: Mapping[s
     with tempfile.TemporaryDirectory(prefix="nanorl-mutants-") as folder:
         os.chmod(folder, 0o755)  # some tests run as another user
         copy = Copy(Path(folder))
-        copy.import_ahead()
+        copy.import_ahead([mutant.mutation.file for mutant in wanted])
         for stage in range(NUM_STAGES):
             is_last = stage == NUM_STAGES - 1
             for mutant in wanted[:]:
