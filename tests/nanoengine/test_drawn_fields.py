@@ -28,12 +28,20 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def limit_of(fields: Fields) -> int:
     """The longest context that is served. A longrope changes its frequencies behind the original
-    length, and so ours ends there."""
+    length, and so ours ends there; YaRN and linear ropes reach as many times further as they say."""
     longest = fields["max_position_embeddings"]
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    if {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
+    if not rope and fields["model_type"] == "gpt_oss":  # its class has one
+        rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    kinds = {rope.get("rope_type"), rope.get("type")}
+    if {"longrope", "su"} & kinds:
         return min(longest, rope["original_max_position_embeddings"])
+    if "yarn" in kinds:
+        original = rope.get("original_max_position_embeddings", longest)
+        return max(longest, int(original * rope.get("factor", longest / original)))
+    if "linear" in kinds and fields["model_type"] not in TWO_ROPES:
+        return max(longest, int(longest * rope["factor"]))
     return longest
 
 
