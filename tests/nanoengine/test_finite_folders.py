@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from test_gguf import write_gguf
 from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
 from kernels.checksum import all_finite
@@ -78,7 +77,7 @@ def test_a_gguf_file_is_no_way_around_it(tmp_path: Path) -> None:
     reference = make_reference("llama-gqa-tied")
     with torch.no_grad():
         reference.get_submodule("model.layers.0.mlp.down_proj").weight[0, 0] = float("nan")
-    write_gguf(tmp_path / "m.gguf", reference, quantization=gguf.GGMLQuantizationType.F32)
+    write_gguf(tmp_path / "m.gguf", reference)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.weight' holds NaN"):
         load_model(resolve_model(tmp_path / "m.gguf", tmp_path / "cache", notify=lambda _: None))
 
