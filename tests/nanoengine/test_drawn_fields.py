@@ -28,7 +28,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def limit_of(fields: Fields) -> int:
     """The longest context that is served. A longrope changes its frequencies behind the original
-    length, and so ours ends there; YaRN and linear ropes reach as many times further as they say."""
+    length, and so ours ends there; YaRN and linear ropes reach as far as their factor says."""
     longest = fields["max_position_embeddings"]
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
