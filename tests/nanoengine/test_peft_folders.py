@@ -258,6 +258,7 @@ def test_a_pattern_of_targets_does_not_run_for_ever(folder: Path, tmp_path: Path
             "use_rslora": True,
         },
         {"target_modules": ["k_proj", "o_proj"], "init_lora_weights": "orthogonal", "r": 2},
+        {"target_modules": ["q_proj", "down_proj"], "r": 1, "lora_alpha": 16},
     ],
 )
 def test_a_folder_that_peft_writes_is_computed_as_peft_does(
