@@ -137,6 +137,8 @@ def _sentence(one: ErrorDetails) -> str:
     if kind == UNKNOWN:
         near = one["ctx"]["body"].nearest(str(one["loc"][-1]))
         return f"{message}, or write {near}" if near else message
+    if kind == "extra_forbidden":  # of a body that is no StrictBody
+        return "unknown field; remove it"
     if kind in ("missing", "value_error", REFUSED):
         return message.removeprefix("Value error, ")
     return f"{message}, not {str(one['input'])[:100]!r}"

@@ -201,8 +201,8 @@ def test_a_policy_that_is_damaged_stops_before_the_update_and_the_rollout_is_nam
     model.init_weights(seed=0, std=0.1)
     engine = Engine(model, EngineConfig(dtype="fp32"))
     state = {name: value.clone() for name, value in engine.export_state()}
-    state["model.embed_tokens.weight"][12] = math.nan
-    engine.load_weights(state.items())
+    with torch.no_grad():  # a folder with a NaN is not even loaded
+        model.embedding[12] = math.nan
     learner = make_learner()
     learner.engine = engine
     good, bad = rollout("a", 0, 1.0), rollout("a", 1, 0.0)
