@@ -439,7 +439,9 @@ def test_sglang_takes_weights_from_a_folder_and_says_why_it_does_not() -> None:
 
 
 def test_sglang_draws_from_the_tempered_distribution_alone() -> None:
-    check(sglang(), "sglang", temperature=0.7)
+    peer = sglang()
+    check(peer, "sglang", temperature=0.7)
+    assert peer.asked[0] == ("GET", "/get_model_info", None)
     with pytest.raises(ValueError, match="this is no SGLang server"):
         check(Peer({}), "sglang")
 
