@@ -81,6 +81,22 @@ def test_a_server_serves_a_folder_in_its_own_dtype(tmp_path: Path) -> None:
     assert ServerConfig(model=tmp_path).dtype == "float32"
 
 
+def test_a_server_runs_at_most_four_threads_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path)
+    told: list[int] = []
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    infer = InferConfig(num_blocks=8)
+    for threads in (1, 8):
+        make_app(ServerConfig(model=tmp_path, threads=threads, infer=infer))
+    assert told == [1, 8]
+    for threads in (0, 9):
+        with pytest.raises(ValueError, match=f"threads={threads}: must be 1 to 8"):
+            make_app(ServerConfig(model=tmp_path, threads=threads, infer=infer))
+
+
 def test_every_output_of_a_call_has_a_seed_of_its_own(tmp_path: Path) -> None:
     """Equal prompts are sampled anew, as `n` does; a call says the same again, and the first prompt
     what it says alone."""
