@@ -184,7 +184,7 @@ AREAS |= {
             *("../nanoinfer/test_chat_answers", "../nanoinfer/test_server_adapters"),
             *("../nanoinfer/test_request_fields_page", "../nanoinfer/test_chat_page"),
             *("../nanoinfer/test_server_fuzz", "../nanoinfer/test_listening", "test_monitor"),
-            *("test_endpoint_flood", "test_http_replica"),
+            *("test_endpoint_flood", "test_http_replica", "../nanoinfer/test_llm"),
         ),
     ),
     "folders": Area(

@@ -20,7 +20,7 @@ from nanoengine.parallel.schedules import SCHEDULES
 IN_TURN = tuple(FAMILIES)
 VOCABULARIES = (53, 97, 128, 211)
 SCALINGS = (
-    *(None, None, LinearRope(factor=3.0)),
+    *(None, None, LinearRope(factor=3.0, max_position_embeddings=32)),
     YarnRope(factor=4.0, original_max_position_embeddings=32, beta_fast=8.0),
 )
 
