@@ -127,6 +127,7 @@ def test_a_hung_program_and_what_it_started_are_killed(monkeypatch, tmp_path):
     assert verdict_of(None, 6)["failures"] == ["stopped after 6 s"]
 
 
+@pytest.mark.rare
 def test_a_time_out_keeps_the_results_so_far(tmp_path):
     """Also where interrupts are ignored, as in the background job of a shell."""
     bad = tmp_path / "test_bad.py"

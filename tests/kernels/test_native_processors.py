@@ -100,6 +100,7 @@ def test_rows_are_fp64s_and_have_the_same_bits_in_any_batch_on(name, run):
     assert run(name).startswith(f"lanes {PROCESSORS[name].lanes}, ")
 
 
+@pytest.mark.rare
 def test_arm_has_the_bits_of_four_fused_lanes_here(run):
     assert run("aarch64") == run("four-lanes-fused")
 

@@ -141,7 +141,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
     assert weights_digest(out) == weights_digest(calm)
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("name", [pytest.param("gcs_server", marks=pytest.mark.rare), "raylet"])
 def test_a_run_whose_ray_ends_says_so_once_and_goes_on_with_the_same_bits(
     calm: Path, tmp_path: Path, name: str
 ) -> None:

@@ -144,6 +144,7 @@ def test_without_restarts_such_a_run_ends_and_says_how_to_go_on(tmp_path: Path) 
 
 @sandboxed
 @pytest.mark.timeout(900)  # Ray starts eight times
+@pytest.mark.rare
 def test_a_run_on_ray_begins_again_too_with_a_ray_of_its_own(calm: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     out = tmp_path / "run"

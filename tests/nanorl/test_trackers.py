@@ -41,6 +41,7 @@ def offline(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.sandbox
+@pytest.mark.rare
 def test_a_run_and_its_resumption_are_one_page_in_each_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
