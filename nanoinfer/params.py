@@ -242,6 +242,19 @@ class Output:
     prompt_top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest at the positions of `prompt_logps`, where both were asked for."""
 
+    def then(self, rest: Output) -> Output:
+        """This output, which was cut short, with the `rest` of a request that went on from it."""
+        return replace(
+            rest,
+            ids=self.ids + rest.ids,
+            logps=self.logps + rest.logps,
+            versions=self.versions + rest.versions,
+            cache_versions=self.cache_versions + rest.cache_versions,
+            top_logps=self.top_logps + rest.top_logps,
+            sampled_logps=self.sampled_logps + rest.sampled_logps,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Output:
         """The output that `dataclasses.asdict` and JSON have made lists of. `ValueError` for

@@ -51,7 +51,7 @@ from nanoinfer.dialects.foreign_tools import (
     freeform_text,
 )
 from nanoinfer.params import Grammar
-from nanoinfer.server.chat_messages import NOTES, Text
+from nanoinfer.server.chat_messages import NOTES, RefusalPart, Text
 from nanoinfer.server.harmless import HARMLESS
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.media import MediaPart, refusals, refuse_media
@@ -95,17 +95,7 @@ class ItemText(StrictBody):
     text: str
 
 
-class ItemRefusal(StrictBody):
-    ignored = NOTES
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-ItemPart = Annotated[ItemText | ItemRefusal | MediaPart, Field(discriminator="type")]
+ItemPart = Annotated[ItemText | RefusalPart | MediaPart, Field(discriminator="type")]
 ItemParts = Annotated[list[ItemPart], BeforeValidator(_as_parts)]
 OF_ITEMS = NOTES | {"caller", "created_by", "status"}
 """What any item may have."""
@@ -463,7 +453,7 @@ def _said(turn: list[TurnItem]) -> Message:
     return assistant_message(text, uses, "\n".join(thoughts))
 
 
-def _joined(parts: Sequence[ItemText | ItemRefusal | MediaPart]) -> str:
+def _joined(parts: Sequence[ItemText | RefusalPart | MediaPart]) -> str:
     return "".join(part.text for part in parts)
 
 

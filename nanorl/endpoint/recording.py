@@ -378,24 +378,11 @@ class Recording:
                 min_tokens=max(0, params.min_tokens - len(so_far)),
             )
             output = await self._generator.generate(ids + so_far, rest)
-            whole = output if whole is None else _joined(whole, output)
+            whole = output if whole is None else whole.then(output)
             if output.finish_reason != "abort":
                 return whole
             if params.grammar is not None:  # it would begin again in the middle of a text
                 raise InfrastructureError("an answer with a schema was aborted")
-
-
-def _joined(first: Output, second: Output) -> Output:
-    return replace(
-        second,
-        ids=first.ids + second.ids,
-        logps=first.logps + second.logps,
-        versions=first.versions + second.versions,
-        cache_versions=first.cache_versions + second.cache_versions,
-        top_logps=first.top_logps + second.top_logps,
-        sampled_logps=first.sampled_logps + second.sampled_logps,
-        num_cached_tokens=first.num_cached_tokens,
-    )
 
 
 def _with_ends(sampling: SamplingParams, call: ApiCall, **more: Any) -> SamplingParams:

@@ -16,6 +16,7 @@ Left out: weights over NCCL or shared memory, adapters, prompt log-probs, draini
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -39,7 +40,7 @@ _GONE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutsideReplica(HttpReplica):
+class OutsideReplica(HttpReplica, ABC):
     """The part that both engines have in common."""
 
     note: ClassVar[str] = (
@@ -60,7 +61,7 @@ class OutsideReplica(HttpReplica):
             # Its generator begins anew with each request, so each part has a seed of its own.
             rest = replace(params, max_tokens=room, seed=(params.seed + len(so_far)) & _MOST_SEED)
             part = await self._part(ids + so_far, rest, f"{name}-{len(so_far)}")
-            whole = part if whole is None else _joined(whole, part)
+            whole = part if whole is None else whole.then(part)
             if len(whole.ids) >= params.max_tokens and whole.finish_reason == "abort":
                 return replace(whole, finish_reason="length")
         return whole
@@ -95,22 +96,24 @@ class OutsideReplica(HttpReplica):
 
     # -- an engine's own -------------------------------------------------------------------------
 
-    async def _part(self, ids: list[int], params: SamplingParams, name: str) -> Output:
-        raise NotImplementedError
+    @abstractmethod
+    async def _part(self, ids: list[int], params: SamplingParams, name: str) -> Output: ...
 
+    @abstractmethod
     async def _pause(self) -> None:
         """Abort what is under way, and take up nothing more."""
-        raise NotImplementedError
+        ...
 
-    async def _load(self, folder: str, version: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _load(self, folder: str, version: str) -> None: ...
 
-    async def _go_on(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _go_on(self) -> None: ...
 
+    @abstractmethod
     async def _version(self) -> str:
         """The label of the weights. ValueError where the server lacks a route that is needed."""
-        raise NotImplementedError
+        ...
 
     def _check(self, params: SamplingParams) -> None:
         """ValueError for what no request to an outside engine may have."""
@@ -198,17 +201,6 @@ def shared_params(params: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
     }
-
-
-def _joined(first: Output, second: Output) -> Output:
-    return replace(
-        second,
-        ids=first.ids + second.ids,
-        logps=first.logps + second.logps,
-        versions=first.versions + second.versions,
-        top_logps=first.top_logps + second.top_logps,
-        num_cached_tokens=first.num_cached_tokens,
-    )
 
 
 def _shown(raw: bytes) -> str:

@@ -84,7 +84,7 @@ OPENAI = {
     },
     "responses/response_output_text_param.py": {"ResponseOutputTextParam": [responses.ItemText]},
     "responses/response_output_refusal_param.py": {
-        "ResponseOutputRefusalParam": [responses.ItemRefusal]
+        "ResponseOutputRefusalParam": [responses.RefusalPart]
     },
     "responses/response_input_text_param.py": {"ResponseInputTextParam": [responses.ItemText]},
     "responses/response_function_tool_call_param.py": {

@@ -369,3 +369,11 @@ def test_the_description_names_the_tools_and_the_form(parser: Parser) -> None:
     form |= {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
     mark = "<｜tool▁call▁begin｜>" if parser.name.startswith("deepseek") else "[TOOL_CALLS]"
     assert form.get(parser.name, mark) in text
+
+
+def test_environments_outside_import_the_parsers_by_their_old_names() -> None:
+    """Two copies of a class would be two kinds of call."""
+    import nanorl.parsers.base as old_base
+    from nanorl.parsers.hermes import HermesParser as OldHermesParser
+
+    assert old_base.ToolCall is ToolCall and OldHermesParser is HermesParser
