@@ -1,5 +1,6 @@
 """Parsers: what is written is read, what is malformed is told, nothing hostile takes long."""
 
+import importlib
 import time
 from typing import Any
 
@@ -373,7 +374,5 @@ def test_the_description_names_the_tools_and_the_form(parser: Parser) -> None:
 
 def test_environments_outside_import_the_parsers_by_their_old_names() -> None:
     """Two copies of a class would be two kinds of call."""
-    import nanorl.parsers.base as old_base
-    from nanorl.parsers.hermes import HermesParser as OldHermesParser
-
-    assert old_base.ToolCall is ToolCall and OldHermesParser is HermesParser
+    old = {name: importlib.import_module(f"nanorl.parsers.{name}") for name in ("base", "hermes")}
+    assert old["base"].ToolCall is ToolCall and old["hermes"].HermesParser is HermesParser
