@@ -48,7 +48,7 @@ ENDS = MappingProxyType(
         "response": "cut off: the reply is too long (agent.max-response-tokens)",
         "context": "cut off: the conversation is as long as it may be; /reset begins a new one",
         "stopped": "stopped",
-        "failed": "the sandbox failed, which is not the agent's doing",
+        "failed": "the environment could not answer, which is not the agent's doing",
     }
 )
 
