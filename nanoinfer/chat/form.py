@@ -29,8 +29,6 @@ from nanoinfer.server.tool_calls import parse_call
 from nanoinfer.text import TextStream
 
 MAX_FORMS = 32  # lists of tools that are kept
-REASONING_KEYS = ("reasoning_content", "thinking")
-"""Under which templates look for what an assistant thought; a client's is under the first."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class ChatForm:
     """The template writes calls, as one that lists tools does; else they are text of the turn."""
     is_single: bool = False
     """It writes one a turn: several of one turn are text."""
-    reasoning_key: str | None = "reasoning_content"
-    """Of a message, under which the template looks for reasoning; None: it is text of the turn."""
+    prints_reasoning: bool = True
+    """The template prints the reasoning of a message; else it is text of the turn."""
     marks: Mapping[int, str] = field(default_factory=dict)
     """Control tokens that a turn is read by (`mark_tokens`)."""
 
@@ -61,7 +59,7 @@ class ChatForm:
             chat.schemas,
             writes_calls=chat.writes_calls,
             is_single=chat.is_single,
-            reasoning_key=_reasoning_key(tokenizer),
+            prints_reasoning=_prints_reasoning(tokenizer),
             marks=mark_tokens(tokenizer, has_tools=bool(tools)),
         )
         return form if tools else replace(form, description="", schemas=None)
@@ -119,12 +117,10 @@ class ChatForm:
         }
 
     def _with_reasoning(self, message: Message) -> Message:
-        thought = message.get(REASONING_KEYS[0])
-        if not thought or self.reasoning_key == REASONING_KEYS[0]:
+        thought = message.get("reasoning_content")
+        if not thought or self.prints_reasoning:
             return message
-        rest = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}
-        if self.reasoning_key is not None:
-            return {**rest, self.reasoning_key: thought}
+        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
         is_mistral = isinstance(self.parser, MistralParser)
         opening, closing = (
             ("[THINK]", "[/THINK]") if is_mistral else ("<think>\n", "\n</think>\n\n")
@@ -211,18 +207,13 @@ def _as_streamed(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
     return stream.text
 
 
-def _reasoning_key(tokenizer: ChatTokenizer) -> str | None:
-    """The key whose value the template prints in an assistant's turn."""
-    for key in REASONING_KEYS:
-        said = {"role": "assistant", "content": "b", key: "qzxw"}
-        asked = {"role": "user", "content": "a"}
-        try:
-            text = tokenizer.render([asked, said], add_generation_prompt=False)
-        except ValueError:
-            continue
-        if "qzxw" in text:
-            return key
-    return None
+def _prints_reasoning(tokenizer: ChatTokenizer) -> bool:
+    asked = {"role": "user", "content": "a"}
+    said = {"role": "assistant", "content": "b", "reasoning_content": "qzxw"}
+    try:
+        return "qzxw" in tokenizer.render([asked, said], add_generation_prompt=False)
+    except ValueError:
+        return False
 
 
 def _names(tools: Sequence[Json]) -> list[str]:
