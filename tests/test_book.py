@@ -1,7 +1,7 @@
 """The book stays small: ceilings of what a default step enters and imports, which only fall.
 
-A figure above its ceiling fails: what is new belongs into a wing (docs/core.md). A figure well below
-fails too, until the ceiling is lowered to it.
+A figure above its ceiling fails: what is new belongs into a wing (docs/core.md). A figure well
+below fails too, until the ceiling is lowered to it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def small(tmp_path: Path) -> House:
         "nanorl/one.py": '"""One."""\nfrom nanorl.two import g\n\n\ndef f():\n    return g()\n',
         "nanorl/two.py": '"""Two."""\n\n\ndef g():\n    # Why.\n    from nanorl.far.a import h\n\n'
         "    return h\n\n\ndef idle():\n    return 2\n",
-        "nanorl/far/a.py": '"""A."""\nfrom nanorl.far import b\nfrom nanorl import one\n\nh = b, one\n',
+        "nanorl/far/a.py": '"""A."""\nfrom nanorl import one\nfrom nanorl.far import b\n\n'
+        "h = b, one\n",
         "nanorl/far/b.py": '"""B."""\n',
         "nanorl/far/__init__.py": '"""Far."""\n',
         "nanorl/__init__.py": '"""Root."""\n',
