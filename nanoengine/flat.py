@@ -83,9 +83,9 @@ class Bucket:
         self.slots, self.num_decayed, size = lay_out(named)
         self.begin, self.share = 0, -(-size // multiple) * multiple
         device = self.slots[0].param.device
-        self.grad = torch.zeros(self.share, dtype=wide, device=device)
-        self.grad_shard = self.grad
+        self.grad = self.grad_shard = torch.zeros(self.share, dtype=wide, device=device)
         for slot in self.slots:
+            # Kernels add a weight's gradient right here, and autograd never holds it (linear.py).
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
@@ -93,50 +93,55 @@ class Bucket:
 
 
 class BucketState:
-    """A bucket's weights and masters; whoever makes one gives it its moments, as long as them.
-
-    `own_master` is the buffer of masters where they are apart from the weights, `remainder` the
-    other half of masters that are bf16 weights; with neither the weights are their own masters.
-    """
+    """A bucket's weights and masters, which start from what the parameters hold. Whoever makes one
+    gives it its moments, 1-d and as long as the masters."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        remainder: Tensor | None = None,
-    ) -> None:
-        self.bucket, self.remainder = bucket, remainder
-        # A master of its own is filled in place: no second copy of the model is made on the way.
-        whole = torch.zeros_like(bucket.grad, dtype=dtype) if own_master is None else own_master
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        """The parameters become views of weights of `dtype`."""
+        self.bucket = bucket
+        self.remainder = empty_remainder(bucket, dtype)
+        is_split = self.remainder is not None
+        whole = torch.zeros_like(bucket.grad, dtype=dtype if is_split else None)
         for slot in bucket.slots:
             given = slot.param.data
             slot.view(whole).copy_(given)
-            if remainder is not None:
-                halves = slot.view(whole).view(-1), slot.view(remainder).view(-1)
+            if self.remainder is not None:
+                halves = slot.view(whole).view(-1), slot.view(self.remainder).view(-1)
                 split_master_(*halves, given.flatten().float())
             # Its memory is free for the next buffers; the shape stays until the weights are there.
             slot.param.data = given.new_empty(()).expand(given.shape)
             del given
         self.weights = whole.to(dtype)  # the same memory where no rounding is needed
         self.shard = self.weights  # the part of them that this process updates
-        self.master = self.weights if own_master is None else own_master
+        self.master = whole
         for slot in bucket.slots:
             slot.param.data = slot.view(self.weights)
+
+    @property
+    def is_apart(self) -> bool:
+        """Say whether the masters have memory of their own, and the weights do without it."""
+        return self.shard.data_ptr() != self.master.data_ptr()
 
     @torch.no_grad()
     def round(self) -> None:
         """Round the masters into the weights, unless they are the same memory."""
-        if self.shard.data_ptr() != self.master.data_ptr():
+        if self.is_apart:
             self.shard.copy_(self.master)
 
     @torch.no_grad()
     def read(self) -> None:
         """Take the weights as the new masters."""
-        if self.shard.data_ptr() != self.master.data_ptr():
+        if self.is_apart:
             self.master.copy_(self.shard)
         if self.remainder is not None:
             self.remainder.zero_()
+
+
+def empty_remainder(bucket: Bucket, dtype: torch.dtype) -> Tensor | None:
+    """The other halves of masters that are bf16 weights, int16; None where masters are whole."""
+    if dtype != torch.bfloat16 or bucket.grad.device.type != "cpu":
+        return None
+    return torch.zeros(bucket.share, dtype=torch.int16)

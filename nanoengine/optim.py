@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from nanoengine.flat import Bucket, BucketState, collect_grad, trainable
 from nanoengine.model.device import release_memory
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
-Flats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Master, gradient, first and second moment, and of masters that are bf16 weights the remainder:
-1-d tensors of one size."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -47,6 +44,21 @@ NORM_ROW = 4096  # elements summed in one piece: the result is the same for ever
 _ENTRIES = "nanoengine.parallel.shards:entries"
 _PARKED = "nanoengine.state.parked:Parked"
 _TABLE = "kernels:make_tensor_table"
+
+
+class Flats(NamedTuple):
+    """Buffers that an update reads and writes in step: 1-d tensors of one size."""
+
+    master: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    remainder: Tensor | None  # of masters that are bf16 weights
+
+    def cut(self, begin: int, end: int | None = None) -> Flats:
+        """The same elements of each."""
+        rest = None if self.remainder is None else self.remainder[begin:end]
+        return Flats(*(x[begin:end] for x in self[:4]), rest)
 
 
 def lr_at(config: AdamWConfig, step: int) -> float:
@@ -86,59 +98,31 @@ class AdamW:
         first = next(p for model in models for p in model.parameters())
         dtype = first.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
-        self.has_working_copy = dtype != wide
-        self.buckets = self._make_buckets(models, wide)
-        shares = [bucket.share for bucket in self.buckets]
-        flat = partial(torch.zeros, sum(shares), device=first.device)
-        is_split = dtype == torch.bfloat16 and first.device.type == "cpu"
-        self.own_masters = flat(dtype=wide) if self._keeps_masters() and not is_split else None
-        self.remainders = flat(dtype=torch.int16) if is_split else None
-        halves = zip(_cut(self.own_masters, shares), _cut(self.remainders, shares), strict=True)
-        self.states = [
-            self._make_state(bucket, dtype, *half)
-            for bucket, half in zip(self.buckets, halves, strict=True)
-        ]
+        self.states = self._make_states(models, dtype, wide)
+        self.buckets = [state.bucket for state in self.states]
         release_memory()  # of the parameters as they were: before the moments, or it comes on top
-        self.exp_avg, self.exp_avg_sq = flat(dtype=wide), flat(dtype=wide)
+        shares = [bucket.share for bucket in self.buckets]
+        flat = partial(torch.zeros, sum(shares), dtype=wide, device=first.device)
+        self.exp_avg, self.exp_avg_sq = flat(), flat()
         moments = self.exp_avg.split(shares), self.exp_avg_sq.split(shares)
         for state, mean, square in zip(self.states, *moments, strict=True):
             state.exp_avg, state.exp_avg_sq = mean, square
-        self._decayed, self._spared = self._halves()
+        self._decayed = [_flats(state).cut(0, state.bucket.num_decayed) for state in self.states]
+        self._spared = [_flats(state).cut(state.bucket.num_decayed) for state in self.states]
         self._plans: list[Any] = []  # of a GPU's kernel: at the first step, and after `reload`
         self._parked: Any = None
         self._watch_gradients(models)
 
-    def _make_buckets(self, models: Sequence[nn.Module], wide: torch.dtype) -> list[Bucket]:
-        return [Bucket([(name, parameter) for _, name, parameter in trainable(models)], wide)]
-
-    def _make_state(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        remainder: Tensor | None,
-    ) -> BucketState:
-        return BucketState(bucket, dtype, own_master, remainder)
-
-    def _keeps_masters(self) -> bool:
-        return self.has_working_copy
+    def _make_states(
+        self, models: Sequence[nn.Module], dtype: torch.dtype, wide: torch.dtype
+    ) -> list[BucketState]:
+        named = [(name, parameter) for _, name, parameter in trainable(models)]
+        return [BucketState(Bucket(named, wide), dtype)]
 
     def _watch_gradients(self, models: Sequence[nn.Module]) -> None:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.param.register_post_accumulate_grad_hook(collect_grad)
-
-    def _halves(self) -> tuple[list[Flats], list[Flats]]:
-        """The buffers of decayed parameters and of those that are spared."""
-        decayed, spared = [], []
-        for state in self.states:
-            bucket = state.bucket
-            a, b, c, d = state.master, bucket.grad_shard, state.exp_avg, state.exp_avg_sq
-            r = state.remainder
-            cut = bucket.num_decayed
-            decayed.append((a[:cut], b[:cut], c[:cut], d[:cut], None if r is None else r[:cut]))
-            spared.append((a[cut:], b[cut:], c[cut:], d[cut:], None if r is None else r[cut:]))
-        return decayed, spared
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -215,11 +199,6 @@ class AdamW:
         found: Iterator[tuple[Any, Tensor]] = resolve_name(_ENTRIES)(self.states, kind)
         return found
 
-    @property
-    def masters_are_apart(self) -> bool:
-        """Say whether the masters have memory of their own, and weights do without it."""
-        return self.own_masters is not None
-
     def offload(self, folder: Path | str | None = None) -> None:
         """Free the gradients and park moments and separate masters until `reload`: from a GPU in
         host memory, from a CPU in a temporary file in `folder`. A second call does nothing."""
@@ -237,9 +216,9 @@ class AdamW:
             raise ValueError("the optimizer is offloaded: call reload() first")
 
 
-def _cut(flat: Tensor | None, shares: list[int]) -> Sequence[Tensor | None]:
-    """Each bucket's part of a buffer; None for each where there is no such buffer."""
-    return [None] * len(shares) if flat is None else flat.split(shares)
+def _flats(state: BucketState) -> Flats:
+    grad = state.bucket.grad_shard
+    return Flats(state.master, grad, state.exp_avg, state.exp_avg_sq, state.remainder)
 
 
 def clip_factor(config: AdamWConfig, grad_norm: float) -> float:
@@ -261,10 +240,10 @@ def update(
 ) -> None:
     """One AdamW update, in place, of flat buffers and with their gradients times `grad_scale`.
     `plan` is `table_of(parts)`, for parts that come again at every step."""
-    parts = [part for part in parts if part[0].numel()]
+    parts = [part for part in parts if part.master.numel()]
     if not parts:
         return
-    rests = [part[4] for part in parts if part[4] is not None]
+    rests = [part.remainder for part in parts if part.remainder is not None]
     # On a CPU one pass, elementwise over whole cache lines: the result does not depend on the
     # number of threads.
     fused_adamw_(
@@ -283,8 +262,8 @@ def update(
 
 def table_of(parts: list[Flats]) -> Any:
     """Return the table of `parts` that a GPU's kernel reads; None on a CPU, and without parts."""
-    parts = [part for part in parts if part[0].numel()]
-    if not parts or parts[0][0].device.type == "cpu":
+    parts = [part for part in parts if part.master.numel()]
+    if not parts or parts[0].master.device.type == "cpu":
         return None
     masters, *others = _columns(parts)
     return resolve_name(_TABLE)(masters, *others, masters)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.config import AdamWConfig
-from nanoengine.flat import Bucket, BucketState
+from nanoengine.flat import BucketState
 from nanoengine.model.linear import record_of
 from nanoengine.optim import AdamW, sum_of_squares
 from nanoengine.parallel.data_parallel import GradientReducer
@@ -53,30 +53,16 @@ class ShardedAdamW(AdamW):
         self._bucket_bytes = bucket_bytes
         super().__init__(models, config, dtype=dtype)
 
-    def _make_buckets(self, models: Sequence[nn.Module], wide: torch.dtype) -> list[Bucket]:
+    def _make_states(
+        self, models: Sequence[nn.Module], dtype: torch.dtype, wide: torch.dtype
+    ) -> list[BucketState]:
+        is_sharded = self.zero > 0
         cut = cut_into_buckets(models, self.mesh, self.zero, self._bucket_bytes, wide)
-        return [
-            ShardedBucket(named, layers, self.mesh, axes, is_sharded=self.zero > 0, wide=wide)
+        buckets = [
+            ShardedBucket(named, layers, self.mesh, axes, is_sharded=is_sharded, wide=wide)
             for layers, named, axes in cut
         ]
-
-    def _make_state(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        remainder: Tensor | None,
-    ) -> BucketState:
-        assert isinstance(bucket, ShardedBucket), "of _make_buckets"
-        is_resident = self.zero < 3
-        return ShardedState(bucket, dtype, own_master, remainder, is_resident=is_resident)
-
-    def _keeps_masters(self) -> bool:
-        return super()._keeps_masters() or self.zero == 3
-
-    @property
-    def masters_are_apart(self) -> bool:
-        return super().masters_are_apart and (self.zero < 3 or self.has_working_copy)
+        return [ShardedState(bucket, dtype, is_resident=self.zero < 3) for bucket in buckets]
 
     def _watch_gradients(self, models: Sequence[nn.Module]) -> None:
         self.residency = Residency(self.mesh, self.states, models) if self.zero >= 2 else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.split_master import join_master, split_master_
-from nanoengine.flat import ALIGNMENT, Bucket, BucketState, Named, Slot
+from nanoengine.flat import ALIGNMENT, Bucket, BucketState, Named, Slot, empty_remainder
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import Handle, Mesh
 
@@ -119,51 +119,38 @@ class ShardedState(BucketState):
 
     bucket: ShardedBucket
 
-    def __init__(
-        self,
-        bucket: ShardedBucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        remainder: Tensor | None,
-        *,
-        is_resident: bool,
-    ) -> None:
+    def __init__(self, bucket: ShardedBucket, dtype: torch.dtype, *, is_resident: bool) -> None:
         """With `is_resident` the whole weights are always here."""
         self.is_resident = is_resident or bucket.num_shards == 1
         if bucket.num_shards == 1:
-            super().__init__(bucket, dtype, own_master, remainder)
+            super().__init__(bucket, dtype)
         else:
-            self._deal(bucket, dtype, own_master, remainder)
+            self._deal(bucket, dtype)
 
-    def _deal(
-        self,
-        bucket: ShardedBucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        remainder: Tensor | None,
-    ) -> None:
+    def _deal(self, bucket: ShardedBucket, dtype: torch.dtype) -> None:
         """Keep this rank's share of what the parameters hold."""
-        self.bucket, self.remainder = bucket, remainder
-        whole = torch.zeros_like(bucket.grad, dtype=dtype if remainder is not None else None)
+        self.bucket, self.remainder = bucket, empty_remainder(bucket, dtype)
+        is_split = self.remainder is not None
+        whole = torch.zeros_like(bucket.grad, dtype=dtype if is_split else None)
         owned = {id(entry.slot): entry for entry in entries_of(bucket)}
         for slot in bucket.slots:
             given = slot.param.data
             slot.view(whole).copy_(given)
-            if remainder is not None and id(slot) in owned:
+            if self.remainder is not None and id(slot) in owned:
                 entry = owned[id(slot)]
                 part = given.flatten()[entry.lo : entry.hi].float()
-                split_master_(entry.of(bucket.mine(whole)), entry.of(remainder), part)
+                split_master_(entry.of(bucket.mine(whole)), entry.of(self.remainder), part)
             # Its memory is free for the next buffers; the shape stays until the weights are there.
             slot.param.data = given.new_empty(()).expand(given.shape)
             del given
         self.weights = whole.to(dtype)  # the same memory where no rounding is needed
         self.shard = bucket.mine(self.weights)  # what the other ranks gather
-        if remainder is not None:
+        if is_split:
             self.master = self.shard = self.shard if self.is_resident else self.shard.clone()
+        elif self.is_resident and dtype == whole.dtype:
+            self.master = self.shard
         else:
-            self.master = bucket.mine(whole) if own_master is None else own_master
-            if own_master is not None:
-                self.master.copy_(bucket.mine(whole))
+            self.master = bucket.mine(whole).clone()
             if not self.is_resident:
                 self.shard = self.master if dtype == whole.dtype else self.shard.clone()
         for slot in bucket.slots:

@@ -18,10 +18,10 @@ class Parked:
     back without their values."""
 
     def __init__(self, optimizer: AdamW, folder: Path | str | None) -> None:
-        apart = optimizer.own_masters if optimizer.masters_are_apart else None
-        optional = (apart, optimizer.remainders)
         buffers = [optimizer.exp_avg, optimizer.exp_avg_sq]
-        buffers += [buffer for buffer in optional if buffer is not None]
+        for state in optimizer.states:
+            buffers += [state.master] if state.is_apart else []
+            buffers += [] if state.remainder is None else [state.remainder]
         gradients = {id(t): t for b in optimizer.buckets for t in (b.grad, b.grad_shard)}
         scratch = [t for t in gradients.values() if t.untyped_storage().nbytes()]
         self._buffers, self._scratch = buffers, scratch
