@@ -62,7 +62,7 @@ def build_engine(
 ) -> Engine:
     """The model of `folder`, this rank's part of it, and its engine. Without a mesh this process
     trains alone, on a CPU. `ValueError` as for `check_layout` and `load_model`."""
-    mesh = Mesh(Layout()) if mesh is None else mesh
+    mesh = Mesh.alone() if mesh is None else mesh
     split = SplitConfig() if split is None else split
     if mesh.size() == 1:
         return Engine(load_model(folder, device=str(mesh.device)), config, mesh)
@@ -87,7 +87,7 @@ def build_value_engine(
 ) -> ValueEngine:
     """A critic with the body of the model in `folder` and a value head of zeros. Its mesh may share
     samples and tokens out (dp, cp, ZeRO); `ValueError` for one that splits the model."""
-    mesh = Mesh(Layout()) if mesh is None else mesh
+    mesh = Mesh.alone() if mesh is None else mesh
     policy = load_model(folder, device=str(mesh.device))
     return ValueEngine(ValueModel(policy), config, mesh)
 

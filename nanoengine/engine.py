@@ -9,8 +9,8 @@ on how the batch was cut into micro-batches, nor on how it was dealt out to proc
 The engine owns the masters and moments (`optim.py`); the model it was given stays the caller's and
 always holds the current weights, so an inference engine in the same process can share it.
 
-Left out: losses, which belong to the algorithm; several processes (parallel/ranks.py, which stands
-in the place of `Alone`); checkpoints and exports (state/engine_state.py).
+Left out: losses, which belong to the algorithm; several processes (alone.py, parallel/ranks.py);
+checkpoints and exports (state/engine_state.py).
 Next: scoring.py (a micro-batch's log-probs), optim.py.
 """
 
@@ -27,12 +27,13 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import torch
 from torch import Tensor
 
+from nanoengine.alone import Alone
 from nanoengine.config import EngineConfig
 from nanoengine.model.attention import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES, AdamW
 from nanoengine.packing import MicroBatch, Sample, TopTokens, collect_all, read_sums
-from nanoengine.scoring import LIKELIEST, Foresight, Scorer
+from nanoengine.scoring import LIKELIEST, Foresight
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -40,7 +41,6 @@ LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str
 Entries whose loss_mask_T is 0 hold logp 0 and entropy 0."""
 
 _RANKS = "nanoengine.parallel.ranks:Ranks"
-_LONE_MESH = "nanoengine.parallel.mesh:Mesh.alone"
 _STATE = "nanoengine.state.engine_state:EngineState"
 _DETERMINISTIC = "nanoengine.determinism:deterministic_kernels"
 _REQUIRE_DETERMINISTIC = "nanoengine.determinism:require_deterministic_cublas"
@@ -307,7 +307,7 @@ class Engine:
                     temperature,
                     entropy=entropy,
                     only_masked=True,
-                    # An entropy's gradient needs the logits, so no guess saves their product.
+                    # What is foreseen is the gradient by log-probs; an entropy's would be missing.
                     foresight=None if entropy else _foresight(loss_fn, micro, weight),
                 )
                 loss_sum, sums = loss_fn(scored.logp_T, scored.entropy_T, scored.told(micro))
@@ -402,72 +402,6 @@ class Engine:
         cursor: dict[str, Any] = self.state.load(path)
         self._refresh()
         return cursor
-
-
-class Alone:
-    """The processes that an engine shares its work with, where there are none.
-
-    Whatever a mesh of processes changes about a step, it changes in these methods
-    (`parallel.ranks.Ranks`); the step itself is the engine's.
-    """
-
-    def __init__(self, mesh: Any = None) -> None:
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> Any:
-        if self._mesh is None:
-            self._mesh = resolve_name(_LONE_MESH)()
-        return self._mesh
-
-    def check(self, model: Transformer, config: EngineConfig, *, is_pipeline: bool) -> None:
-        """`ValueError` for a model that is not split as its processes are."""
-        if model.split.size > 1:
-            raise ValueError(
-                "the model is not split over this mesh (tp=1): build it with "
-                "Transformer(config, split=TensorParallel.of(mesh, config))"
-            )
-
-    def optimizer(
-        self, models: Sequence[Transformer], config: EngineConfig, dtype: torch.dtype
-    ) -> AdamW:
-        """The optimizer of the parts of the model that are here."""
-        return AdamW(models, config, dtype=dtype)
-
-    def scorer(self, model: Transformer, config: EngineConfig) -> Scorer:
-        """What reads a micro-batch."""
-        return Scorer(
-            model,
-            micro_batch_tokens=config.micro_batch_tokens,
-            share_prefix=config.share_prefix,
-            activation_checkpointing=config.activation_checkpointing,
-            activation_mb=config.activation_mb,
-        )
-
-    def micro_batches(self, scorer: Scorer, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """The micro-batches of `samples`, as many as every process runs."""
-        return scorer.micro_batches(samples)
-
-    def passes(self, micros: list[MicroBatch]) -> Iterable[MicroBatch]:
-        """Yield each micro-batch before its forward and backward pass."""
-        return micros
-
-    def joined(self, loss_fn: LossFn) -> LossFn:
-        """The loss whose backward pass meets those of other processes."""
-        return loss_fn
-
-    def total(self, weight: float) -> float:
-        """The weight of the whole batch, of which `weight` is this process's part."""
-        return weight
-
-    def summed(self, loss: float, stats: dict[str, float]) -> tuple[float, dict[str, float]]:
-        """The loss and the sums of statistics over all processes."""
-        return loss, stats
-
-    def refresh(self, models: Sequence[Transformer]) -> None:
-        """Lay the prepacked weights out anew."""
-        for part in models:
-            part.repack()
 
 
 def _foresight(loss_fn: LossFn, micro: MicroBatch, weight: float) -> Foresight | None:

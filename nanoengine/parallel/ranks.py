@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanoengine.alone import Alone, Loss
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Alone, ForeseeingLoss, LossFn
+from nanoengine.engine import ForeseeingLoss
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, add_sums, make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -112,7 +113,7 @@ class Ranks(Alone):
             self._optimizer.end_pass()
         self._optimizer.finish_gradients()
 
-    def joined(self, loss_fn: LossFn) -> LossFn:
+    def joined(self, loss_fn: Loss) -> Loss:
         return _JointLoss(loss_fn) if self._optimizer.needs_equal_passes else loss_fn
 
     # -- sums --------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class _JointLoss:
     """A loss whose backward pass always runs, with zeros where nothing counts: other ranks wait in
     its collectives. It is nobody's loss in a pass without samples."""
 
-    def __init__(self, loss_fn: LossFn) -> None:
+    def __init__(self, loss_fn: Loss) -> None:
         self._loss_fn = loss_fn
 
     def __call__(
