@@ -37,7 +37,7 @@ class Alone:
 
     @property
     def mesh(self) -> Any:
-        if self._mesh is None:
+        if self._mesh is None:  # who asks is no part of a step: it knows meshes and loads them
             self._mesh = resolve_name(_LONE_MESH)()
         return self._mesh
 

@@ -91,13 +91,14 @@ class Engine:
         self.ranks.check(model, config, is_pipeline=bool(stages))
         self.model = model
         self.models = list(stages) if stages else [model]
-        for part in self.models:
+        for part in self.models:  # one, but for the stages of a pipeline
             part.batch_invariant = part.batch_invariant or config.deterministic
         self.config = config
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
         self.last_entropies: list[Tensor] = []  # likewise; empty where it was not asked for them
         dtype = DTYPES[config.dtype]
+        # The masters start from the weights as they were given, before they are rounded to `dtype`.
         self.optimizer = self._make_optimizer(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         for part in self.models:
@@ -239,6 +240,8 @@ class Engine:
                 "cannot be trained on, drop it"
             )
         self.optimizer.zero_grad()
+        # With so many rows a product lays its weight out for itself in no more time, and the update
+        # makes the prepacked copies stale anyway: their memory is worth more.
         with self._packed_lent():
             loss, stats = self.forward_backward(
                 samples, loss_fn, weight, temperature=temperature, entropy=entropy
@@ -311,6 +314,8 @@ class Engine:
                     foresight=None if entropy else _foresight(loss_fn, micro, weight),
                 )
                 loss_sum, sums = loss_fn(scored.logp_T, scored.entropy_T, scored.told(micro))
+                # Dividing by one weight of the batch, never by that of the micro-batch, is what
+                # makes gradients add up to the same whatever the cut.
                 loss = loss_sum / weight
                 if loss.requires_grad:  # not where no token of the micro-batch counts
                     loss.backward()
@@ -351,8 +356,8 @@ class Engine:
         return resolve_name(_STATE)(self)
 
     def export_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
-        are put together, on every rank: all must run through the iterator."""
+        """Each Hugging Face tensor once, whole; views where `dtype` is the model's own. All ranks
+        must run through the iterator."""
         yield from self.state.export(dtype)
 
     def fingerprints(self) -> dict[str, str]:
@@ -361,14 +366,12 @@ class Engine:
         return found
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights (strictly, by Hugging Face name); the moments stay. Every rank takes
-        its part of the whole tensors."""
+        """Replace the weights (strictly, by Hugging Face name); the moments stay."""
         self.state.load_weights(state)
         self._refresh()
 
     def offload(self, folder: Path | str | None = None) -> None:
-        """Park the optimizer's memory until `reload`: from a GPU in host memory, from a CPU in a
-        temporary file (in `folder`; the system's place without one). The weights stay usable."""
+        """Park the optimizer's memory until `reload` (`AdamW.offload`). The weights stay usable."""
         self.optimizer.offload(folder)
 
     def reload(self) -> None:
@@ -381,12 +384,7 @@ class Engine:
         *,
         in_background: bool = False,
     ) -> Path | None:
-        """Write a checkpoint under `path` (see state/checkpoint.py) and return its folder.
-
-        `cursor` is the caller's own JSON, such as where the data stands; `load` gives it back.
-        All ranks of a mesh call it, each writes its part. `in_background` returns None once the
-        state is copied; `wait_saved`, or the next save, waits for the rest.
-        """
+        """Write a checkpoint under `path` and return its folder (see `EngineState.save`)."""
         folder: Path | None = self.state.save(path, cursor, in_background=in_background)
         return folder
 
@@ -396,9 +394,8 @@ class Engine:
         return folder
 
     def load(self, path: Path | str) -> dict[str, Any]:
-        """Take over a checkpoint of any layout, or the latest under a root; what follows is
-        bit-equal to a run that was never interrupted (of another layout: equal but for the order
-        of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
+        """Take over a checkpoint, or the latest under a root, and return what `save` was given as
+        `cursor`. On CheckpointError nothing has changed (see `EngineState.load`)."""
         cursor: dict[str, Any] = self.state.load(path)
         self._refresh()
         return cursor

@@ -70,6 +70,8 @@ class Foresight:
     def grad(self, part: Part) -> Tensor | None:
         """The gradient by each scored log-prob, as autograd will find it; None for a loss without
         one."""
+        # In a tree several samples may count the same prediction; the head has it once, and its
+        # gradient is the sum of theirs.
         picked = part.counted if part.scored is None else part.scored
         with torch.enable_grad():
             logp = self.logp_T[picked].detach().requires_grad_()
@@ -204,7 +206,7 @@ class Scorer:
         rows, targets = part.rows, part.target_ids
         if part.top_ids is not None:
             targets = torch.cat([targets.unsqueeze(1), part.top_ids], 1)
-        if only_masked:
+        if only_masked:  # a row costs the head a whole vocabulary: prompts never get there
             picked = part.counted if part.scored is None else part.scored
             rows = picked if rows is None else rows[picked]
             targets = targets[picked]

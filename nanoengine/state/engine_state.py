@@ -41,14 +41,15 @@ from nanoengine.tensor_file import CheckpointError, dtype_name
 
 
 class EngineState:
-    """Writes and reads what `engine` holds. `Engine`'s methods of the same names say what each
-    one does."""
+    """Writes and reads what `engine` holds."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._saver: CheckpointWriter | None = None
 
     def export(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
+        are put together, on every rank: all must run through the iterator."""
         model, optimizer = self._engine.model, self._engine.optimizer
         comes_and_goes = isinstance(optimizer, ShardedAdamW) and optimizer.zero == 3
         with optimizer.gathered():
@@ -62,9 +63,12 @@ class EngineState:
                 yield name, view.clone() if comes_and_goes else view
 
     def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each tensor that the engine exports, by name."""
         return fingerprints(self._engine.export_state())
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights (strictly, by Hugging Face name); the moments stay. Every rank takes
+        its part of the whole tensors."""
         with self._engine.optimizer.gathered():
             hf.load_state(self._engine.model, state)
             self._engine.optimizer.read_weights()
@@ -72,6 +76,12 @@ class EngineState:
     def save(
         self, path: Path | str, cursor: Mapping[str, Any] | None, *, in_background: bool
     ) -> Path | None:
+        """Write a checkpoint under `path` (see checkpoint.py) and return its folder.
+
+        `cursor` is the caller's own JSON, such as where the data stands; `load` gives it back.
+        All ranks of a mesh call it, each writes its part. `in_background` returns None once the
+        state is copied; `wait_saved`, or the next save, waits for the rest.
+        """
         engine, whole_mesh = self._engine, self._engine.mesh
         release_memory()  # masters of bf16 weights are made for it, and may find no gap that fits
         rng_tensors, rng_values = get_rng_state(engine.model.device)
@@ -92,9 +102,13 @@ class EngineState:
         return None if in_background else self._saver.wait()
 
     def wait_saved(self) -> Path | None:
+        """Wait until the last background save is complete; raises its CheckpointError."""
         return None if self._saver is None else self._saver.wait()
 
     def load(self, path: Path | str) -> dict[str, Any]:
+        """Take over a checkpoint of any layout, or the latest under a root; what follows is
+        bit-equal to a run that was never interrupted (of another layout: equal but for the order
+        of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
         engine, optimizer, mesh = self._engine, self._engine.optimizer, self._engine.mesh
         self.wait_saved()
         checkpoint = _open_together(Path(path), mesh)
