@@ -13,6 +13,7 @@ PACKAGES = [
     "nanoengine",
     "nanoengine.model",
     "nanoengine.parallel",
+    "nanoengine.plan",
     "nanoengine.state",
     "nanoinfer",
     "nanoinfer.chat",

@@ -19,7 +19,7 @@ from nanoengine.our_kernels import require_our_kernels
 
 if TYPE_CHECKING:
     from nanoengine.build import build_engine, build_value_engine, check_layout
-    from nanoengine.config import AdamWConfig, EngineConfig, SplitConfig
+    from nanoengine.config import AdamWConfig, EngineConfig
     from nanoengine.engine import Engine
     from nanoengine.lora_adapter import LoraAdapter, LoraBase
     from nanoengine.lora_engine import LoraEngine
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nanoengine.model.transformer import Transformer
     from nanoengine.optim import AdamW
     from nanoengine.packing import MicroBatch, Sample
-    from nanoengine.parallel.layout import Layout
+    from nanoengine.parallel.layout import Layout, SplitConfig
     from nanoengine.parallel.mesh import Mesh
     from nanoengine.pipeline_engine import PipelineEngine
     from nanoengine.scoring import Policy, Scorer
@@ -64,7 +64,7 @@ _HOMES = {
     "Policy": "scoring",
     "Sample": "packing",
     "Scorer": "scoring",
-    "SplitConfig": "config",
+    "SplitConfig": "parallel.layout",
     "Transformer": "model.transformer",
     "ValueEngine": "value_engine",
     "ValueModel": "value_engine",

@@ -20,18 +20,18 @@ from typing import cast
 
 import torch
 
-from nanoengine.config import EngineConfig, SplitConfig
+from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import check_memory, load_model, load_stages, read_state, say_limit
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import check_zero
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
-from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.schedules import make_schedule
 from nanoengine.parallel.stage import Stage, check_stages, make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel, check_heads
+from nanoengine.parallel.zero import check_zero
 from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.value_engine import ValueEngine, ValueModel
 
@@ -62,7 +62,7 @@ def build_engine(
 ) -> Engine:
     """The model of `folder`, this rank's part of it, and its engine. Without a mesh this process
     trains alone, on a CPU. `ValueError` as for `check_layout` and `load_model`."""
-    mesh = Mesh(Layout()) if mesh is None else mesh
+    mesh = Mesh.alone() if mesh is None else mesh
     split = SplitConfig() if split is None else split
     if mesh.size() == 1:
         return Engine(load_model(folder, device=str(mesh.device)), config, mesh)
@@ -87,7 +87,7 @@ def build_value_engine(
 ) -> ValueEngine:
     """A critic with the body of the model in `folder` and a value head of zeros. Its mesh may share
     samples and tokens out (dp, cp, ZeRO); `ValueError` for one that splits the model."""
-    mesh = Mesh(Layout()) if mesh is None else mesh
+    mesh = Mesh.alone() if mesh is None else mesh
     policy = load_model(folder, device=str(mesh.device))
     return ValueEngine(ValueModel(policy), config, mesh)
 

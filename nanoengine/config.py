@@ -1,7 +1,7 @@
-"""The options of an engine, of its optimizer and of its split over processes: frozen dataclasses,
-without PyTorch, so that a command line is answered before that is loaded.
+"""The options of an engine and of its optimizer: frozen dataclasses, without PyTorch, so that a
+command line is answered before that is loaded.
 
-Left out: the shape of the model (model/config.py).
+Left out: the shape of the model (model/config.py), its split over processes (parallel/layout.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-from nanoengine.parallel.layout import Layout
 
 Schedule = Literal["constant", "cosine", "linear"]
 Dtype = Literal["fp32", "bf16", "fp64"]
@@ -122,38 +120,3 @@ class EngineConfig(AdamWConfig, ComputeConfig):
             raise ValueError(
                 f"bucket_bytes={self.bucket_bytes}: must be 0 (every layer alone) or more"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitConfig:
-    """How a model is split, beside the sizes of the layout. What a layout has no use for (a
-    schedule without pp, sequence_parallel without tp) is not read."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Order of the pipeline's forward and backward passes."""
-    chunks: int = 1
-    """Layer groups of a pipeline rank (interleaved)."""
-    sequence_parallel: bool = False
-    """With tp: cut the rows between matrices too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutConfig(SplitConfig):
-    """The processes of a training engine, as options. What they share is an engine's too."""
-
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from nanoengine.packing import Sample, balanced_parts, groups_of, read_tokens
+from nanoengine.packing import Sample, groups_of, read_tokens
 from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.prefix_tree import Rows, added_rows, depth_first, num_shared
 
@@ -71,6 +71,26 @@ def deal(samples: Sequence[Sample], layout: Layout, *, share_prefix: bool = Fals
     else:
         parts = balanced_parts(samples, num_parts)
     return Deal(layout, tuple(tuple(part) for part in parts))
+
+
+def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """Deal a batch out to data-parallel ranks: indices of each one's samples, in the order of the
+    batch, with nearly equal numbers of rows.
+
+    Longest first, each to the part with the fewest rows so far: no part exceeds the mean by more
+    than the longest sample (Graham 1969: nor the best possible by more than a third). A part is
+    empty where there are fewer samples than parts.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts={num_parts}: must be at least 1")
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
+    for i in order:
+        lightest = loads.index(min(loads))
+        parts[lightest].append(i)
+        loads[lightest] += len(samples[i].tokens) - 1
+    return [sorted(part) for part in parts]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine, LossFn
 from nanoengine.lora_adapter import LoraAdapter
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW
+from nanoengine.optim import DTYPES, AdamW
 from nanoengine.packing import Sample
 
 
@@ -47,7 +46,7 @@ class LoraEngine(Engine):
 
     def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
         wide = torch.promote_types(dtype, torch.float32)
-        return AdamW([self.adapter], self.config, self.mesh, dtype=wide)
+        return AdamW([self.adapter], self.config, dtype=wide)
 
     @contextmanager
     def _packed_lent(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ Legend: N rows the model reads, T predictions, P counted ones, Q distinct ones o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -175,26 +175,6 @@ def make_micro_batches(
     return [to_device(_pack(samples, trees), device) for trees in bins]
 
 
-def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
-    """Deal a batch out to data-parallel ranks: indices of each one's samples, in the order of the
-    batch, with nearly equal numbers of rows.
-
-    Longest first, each to the part with the fewest rows so far: no part exceeds the mean by more
-    than the longest sample (Graham 1969: nor the best possible by more than a third). A part is
-    empty where there are fewer samples than parts.
-    """
-    if num_parts < 1:
-        raise ValueError(f"num_parts={num_parts}: must be at least 1")
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
-    for i in order:
-        lightest = loads.index(min(loads))
-        parts[lightest].append(i)
-        loads[lightest] += len(samples[i].tokens) - 1
-    return [sorted(part) for part in parts]
-
-
 def _trees(samples: Sequence[Sample], max_tokens: int, share_prefix: bool) -> Iterator[_Tree]:
     for members in groups_of(samples) if share_prefix else [[i] for i in range(len(samples))]:
         rows = [read_tokens(samples[i]) for i in members]
@@ -315,13 +295,6 @@ def _distinct(
     if len(scored) == len(copies):
         return None, None
     return torch.tensor(scored), torch.tensor(copies)
-
-
-def idle_micro_batch(device: torch.device) -> MicroBatch:
-    """Two tokens that belong to no sample, for a rank that has nothing to do in a pass."""
-    nothing = Sample(tokens=[0, 0], loss_mask=[0, 0])
-    (micro,) = make_micro_batches([nothing], 1, device=device)
-    return replace(micro, index=[], starts=[0])
 
 
 def zeros_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:

@@ -31,10 +31,13 @@ from nanoengine.packing import (
 )
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
+from nanoengine.parallel.ranks import Ranks
 from nanoengine.parallel.schedules import SCHEDULES, forward_only, make_schedule
+from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.stage import Stage, sum_tied_gradients
 from nanoengine.parallel.tensor_parallel import gather_slice
 from nanoengine.scoring import Part
+from nanoengine.top_tokens import pick_top
 
 HOLDERS = ("pp", "ep")
 """Ranks that together hold every tensor (tensor-parallel neighbours each a slice)."""
@@ -61,10 +64,17 @@ class PipelineEngine(Engine):
         self.peak_live = 0  # activations of a chunk alive at once in the last step
         super().__init__(stages[-1], config, mesh, stages=self.stages)
 
+    @property
+    def mesh(self) -> Mesh:
+        assert isinstance(self.ranks, Ranks), "the constructor refuses a pipeline of one rank"
+        return self.ranks.mesh
+
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Only ranks that share experts meet inside a pass."""
-        has_peers = self.mesh.size("ep") > 1
-        return super()._passes(samples) if has_peers else self._micro_batches(samples)
+        if self.mesh.size("ep") > 1:
+            return super()._passes(samples)
+        assert isinstance(self.ranks, Ranks), "as above"
+        return self.ranks.own_micro_batches(self._scorer, samples)
 
     # -- log-probs ---------------------------------------------------------------------------
 
@@ -101,7 +111,7 @@ class PipelineEngine(Engine):
         ids, logps = ([torch.zeros(len(s.tokens), k) for s in samples] for _ in range(2))
 
         def pick(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
-            ids_TK, logp_TK = self._scorer.pick_top(part, hidden_ND, k, temperature)
+            ids_TK, logp_TK = pick_top(self._scorer, part, hidden_ND, k, temperature)
             collect(ids, micros[index], ids_TK.to(torch.float64))  # as numbers, to be told
             collect(logps, micros[index], logp_TK)
             return logp_TK
@@ -148,6 +158,7 @@ class PipelineEngine(Engine):
         entropy: bool,
     ) -> tuple[float, dict[str, float]]:
         optimizer = self.optimizer
+        assert isinstance(optimizer, ShardedAdamW), "a mesh's"
         micros = self._passes(samples)
         logps = zeros_like_tokens(samples)
         losses: list[float] = []

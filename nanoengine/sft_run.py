@@ -32,19 +32,19 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanoengine.build import build_engine, check_layout
-from nanoengine.config import EngineConfig, LayoutConfig
+from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
-from nanoengine.footprint import mfu
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.template_files import template_files
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
-from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.layout import WORLD, LayoutConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
+from nanoengine.plan.footprint import mfu
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf

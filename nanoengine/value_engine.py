@@ -11,6 +11,7 @@ holds the whole critic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from nanoengine.engine import Engine
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.parallel.mesh import Mesh
 
 
 class ValueModel(Transformer):
@@ -54,8 +54,9 @@ class ValueEngine(Engine):
     """Trains a ValueModel: a loss function is handed value_T in the place of logp_T, and
     `last_logps` holds the values of the last step."""
 
-    def __init__(self, model: ValueModel, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        """Without a mesh this process trains alone; `ValueError` for one that splits the model."""
+    def __init__(self, model: ValueModel, config: EngineConfig, mesh: Any = None) -> None:
+        """Without a mesh (a `parallel.mesh.Mesh`) this process trains alone; `ValueError` for one
+        that splits the model."""
         if mesh is not None and mesh.size(("pp", "ep", "tp")) > 1:
             raise ValueError(
                 f"{mesh.layout}: a critic is whole on every rank; use dp, cp and zero instead of "

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
 from nanoengine.engine import LossFn, NonFiniteLoss, WeightFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import DTYPES
 from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel

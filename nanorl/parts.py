@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.config import EngineConfig, UpdateConfig
-from nanoengine.engine import require_deterministic_cublas
+from nanoengine.determinism import require_deterministic_cublas
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import resolve_device
 from nanoengine.model.lora import choose_targets

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from nanoengine.dtypes import DTYPES
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.sources import HUB, near, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.optim import DTYPES
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanorl.config import RunConfig
 from nanorl.cursor import START

@@ -9,7 +9,7 @@ turns (colocation.py), so each may have all the room there is; with staleness th
     cache     the room − one inference step (− the activations, with staleness), but no more than
               all sequences need that can wait for a turn at a time
 
-The constants are chosen, not measured. Formulas: nanoengine/footprint.py.
+The constants are chosen, not measured. Formulas: nanoengine/plan/footprint.py.
 Left out: a GPU for each of the two engines.
 """
 
@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from nanoengine.footprint import (
-    WIDTH,
-    Plan,
-    rank_memory,
-)
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
 from nanoengine.model.lora import choose_targets
 from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
+from nanoengine.plan.footprint import (
+    WIDTH,
+    Plan,
+    rank_memory,
+)
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig

@@ -65,8 +65,8 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 def make_engine(folder: str, dtype: str, threads: int, **options: Any) -> Any:
     import torch
 
-    from nanoengine.dtypes import DTYPES
     from nanoengine.model.hf import load_model
+    from nanoengine.optim import DTYPES
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams

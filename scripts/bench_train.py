@@ -93,12 +93,12 @@ def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, 
     import torch
 
     from nanoengine.config import EngineConfig
-    from nanoengine.dtypes import DTYPES
     from nanoengine.engine import Engine
     from nanoengine.lora_adapter import LoraAdapter, LoraBase
     from nanoengine.lora_engine import LoraEngine
     from nanoengine.model.hf import load_model
     from nanoengine.model.lora_config import LoraConfig
+    from nanoengine.optim import DTYPES
     from nanoengine.packing import Sample
     from nanoengine.sft import num_loss_tokens, sft_loss
 

@@ -5,7 +5,7 @@ start in the processes they make.
 
 nccl    all-reduce and all-gather between as many GPUs as there are, at most two
 mfu     the optimizer step of a model of Qwen3-0.6B's shape: tokens/s, and its share of the peak
-        (`nanoengine/footprint.py`: 6N + 6·L·Q·length FLOPs a token)
+        (`nanoengine/plan/footprint.py`: 6N + 6·L·Q·length FLOPs a token)
 server  a server of the tiny model answers a completion over HTTP, and again after its first
 
 Each writes one JSON object and ends with status 1 where a result is wrong.
@@ -58,8 +58,8 @@ def train_steps(device: str) -> Result:
 
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
-    from nanoengine.footprint import mfu
     from nanoengine.packing import Sample
+    from nanoengine.plan.footprint import mfu
     from nanoengine.sft import num_loss_tokens, sft_loss
 
     is_gpu = device == "cuda"

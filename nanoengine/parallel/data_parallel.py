@@ -14,206 +14,22 @@ Without ZeRO, and with ZeRO-1, gradients of the micro-batches of a step add up l
 in the last backward pass. ZeRO-2 and 3 scatter them after every pass and free the whole ones.
 
 Left out: compressed gradients; parameters that get no gradient in a pass wait until it ends.
-Next: zero.py, which cuts the buckets into shards.
+Next: shards.py (what a rank owns of a bucket), zero.py (when buckets are whole).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from kernels.split_master import join_master, split_master_
+from nanoengine.flat import collect_grad
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.layout import REPLICA_AXES
 from nanoengine.parallel.mesh import Handle, Mesh
-
-ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's place in the flat buffers."""
-
-    name: str
-    param: nn.Parameter
-    offset: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
-
-
-def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int]:
-    """Decayed parameters first: matrices, not the biases of experts, which are stacked. Returns
-    (slots, end of the decayed part, total size)."""
-    slots: list[Slot] = []
-    offset, decay_end = 0, 0
-    for decayed in (True, False):
-        for name, param in named:
-            if (param.ndim >= 2 and not name.endswith(".bias")) is decayed:
-                slots.append(Slot(name, param, offset))
-                offset += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        if decayed:
-            decay_end = offset
-    return slots, decay_end, offset
-
-
-def collect_grad(param: nn.Parameter) -> None:
-    """Move autograd's gradient into `main_grad`, in the order autograd produces them."""
-    if param.grad is not None:
-        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-        param.grad = None
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """The elements `lo:hi` of a flattened parameter, and where they lie in the rank's shard."""
-
-    slot: Slot
-    lo: int
-    hi: int
-    begin: int
-
-    def of(self, shard: Tensor) -> Tensor:
-        return shard[self.begin : self.begin + self.hi - self.lo]
-
-
-class Bucket:
-    """Parameters with one flat gradient, of which this rank owns one of `num_shards` shares."""
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        layers: Sequence[nn.Module],
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        *,
-        is_sharded: bool,
-        wide: torch.dtype,
-    ) -> None:
-        self.layers, self.axes = list(layers), axes
-        self.slots, self.decay_end, size = lay_out(list(named))
-        self.num_shards = mesh.size(axes) if is_sharded else 1
-        unit = self.num_shards * ALIGNMENT
-        self.share = -(-size // unit) * ALIGNMENT
-        self.begin = mesh.rank(axes) * self.share if is_sharded else 0
-        device = self.slots[0].param.device
-        self.grad = torch.zeros(self.share * self.num_shards, dtype=wide, device=device)
-        self.grad_shard = self.grad if self.num_shards == 1 else self.grad.new_zeros(self.share)
-        for slot in self.slots:
-            slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
-        self.partials = [slot for slot in self.slots if record_of(slot.param).is_partial]
-        self.is_deferred = any(record_of(slot.param).is_deferred for slot in self.slots)
-
-    def mine(self, flat: Tensor) -> Tensor:
-        """This rank's share of a flat buffer laid out as the bucket."""
-        return flat[self.begin : self.begin + self.share]
-
-    def entries(self) -> Iterator[ShardEntry]:
-        """Yield what this rank's share holds of each parameter."""
-        for slot in self.slots:
-            lo = max(slot.offset, self.begin)
-            hi = min(slot.offset + slot.param.numel(), self.begin + self.share)
-            if lo < hi:
-                yield ShardEntry(slot, lo - slot.offset, hi - slot.offset, lo - self.begin)
-
-    def zero_grad(self) -> None:
-        self.grad_shard.zero_()
-        if self.num_shards > 1 and self.grad.untyped_storage().nbytes():
-            self.grad.zero_()
-
-    def allocate_grad(self) -> None:
-        """Bring back a freed gradient, as zeros."""
-        storage = self.grad.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.grad.numel() * self.grad.element_size())
-            self.grad.zero_()
-
-    def free_grad(self) -> None:
-        self.grad.untyped_storage().resize_(0)
-
-
-class BucketState:
-    """A bucket's weights, masters and moments. What this rank owns of the masters is a buffer of
-    its own, or the weights themselves where they are as wide, or the weights and their remainders
-    (kernels/split_master.py). Whoever makes one gives it its moments."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        *,
-        remainder: Tensor | None = None,
-        is_resident: bool,
-    ) -> None:
-        self.bucket = bucket
-        self.is_resident = is_resident or bucket.num_shards == 1  # whole weights are always here
-        self.remainder = remainder
-        if own_master is not None and bucket.num_shards == 1:
-            whole = own_master  # the master is the whole: no second copy is made on the way
-        else:
-            whole = torch.zeros_like(bucket.grad, dtype=dtype if remainder is not None else None)
-        owned = {id(entry.slot): entry for entry in bucket.entries()}
-        for slot in bucket.slots:
-            given = slot.param.data
-            slot.view(whole).copy_(given)
-            if remainder is not None and id(slot) in owned:
-                entry = owned[id(slot)]
-                part = given.flatten()[entry.lo : entry.hi].float()
-                split_master_(entry.of(bucket.mine(whole)), entry.of(remainder), part)
-            # Its memory is free for the next buffers; the shape stays until the weights are there.
-            slot.param.data = given.new_empty(()).expand(given.shape)
-            del given
-        self.weights = whole.to(dtype)  # the same memory where no rounding is needed
-        self.shard = bucket.mine(self.weights)  # what the other ranks gather
-        if remainder is not None:
-            self.master = self.shard = self.shard if self.is_resident else self.shard.clone()
-        else:
-            self.master = bucket.mine(whole) if own_master is None else own_master
-            if self.master is not whole:
-                self.master.copy_(bucket.mine(whole))
-            if not self.is_resident:
-                self.shard = self.master if dtype == whole.dtype else self.shard.clone()
-        for slot in bucket.slots:
-            slot.param.data = slot.view(self.weights)
-
-    def masters(self) -> Iterator[tuple[ShardEntry, Tensor]]:
-        """Yield what this rank owns of each parameter in full width; what is written to it before
-        the next one is asked for stays."""
-        for entry in self.bucket.entries():
-            if self.remainder is None:
-                yield entry, entry.of(self.master)
-                continue
-            halves = entry.of(self.shard), entry.of(self.remainder)
-            whole = join_master(*halves)
-            yield entry, whole
-            split_master_(*halves, whole)
-
-    @torch.no_grad()
-    def round(self) -> None:
-        if self.shard.data_ptr() != self.master.data_ptr():
-            self.shard.copy_(self.master)
-
-    @torch.no_grad()
-    def read(self) -> None:
-        mine = self.bucket.mine(self.weights)
-        for target in (self.master, self.shard):
-            if target.data_ptr() != mine.data_ptr():
-                target.copy_(mine)
-        if self.remainder is not None:
-            self.remainder.zero_()
-
-    def gather(self, mesh: Mesh) -> Handle:
-        if self.bucket.num_shards == 1:
-            return Handle()
-        return mesh.all_gather(self.bucket.axes, self.weights, self.shard, is_async=True)
+from nanoengine.parallel.shards import ShardedBucket
 
 
 def replica_axes(parameter: Tensor) -> tuple[str, ...]:
@@ -228,17 +44,17 @@ class GradientReducer:
     def __init__(
         self,
         mesh: Mesh,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ShardedBucket],
         *,
         every_pass: bool,
-        when_reduced: Callable[[Bucket], None] | None = None,
+        when_reduced: Callable[[ShardedBucket], None] | None = None,
     ) -> None:
         self._mesh, self._buckets, self._every_pass = mesh, list(buckets), every_pass
         self._when_reduced = when_reduced
         self._is_open = False
         self._next = 0
         self._missing = [0] * len(self._buckets)
-        self._in_flight: list[tuple[Bucket, Tensor | None, Handle]] = []
+        self._in_flight: list[tuple[ShardedBucket, Tensor | None, Handle]] = []
         self.num_early = 0  # buckets that left before backward had ended, since the last finish
         for index, bucket in enumerate(self._buckets):
             for slot in bucket.slots:
@@ -311,11 +127,11 @@ class GradientReducer:
                 bucket.free_grad()
             self._note_reduced(bucket)
 
-    def _note_reduced(self, bucket: Bucket) -> None:
+    def _note_reduced(self, bucket: ShardedBucket) -> None:
         if self._when_reduced is not None:
             self._when_reduced(bucket)
 
-    def _sum_partials(self, bucket: Bucket) -> None:
+    def _sum_partials(self, bucket: ShardedBucket) -> None:
         """Tensor-parallel ranks hold terms of these gradients, not copies: add them up."""
         if not bucket.partials or self._mesh.size("tp") == 1:
             return

@@ -109,6 +109,11 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Any] = {}
 
     @classmethod
+    def alone(cls) -> Mesh:
+        """The mesh of a process that trains by itself on a CPU: one rank, no groups."""
+        return cls(Layout())
+
+    @classmethod
     def from_torchrun(cls, layout: Layout, *, device: torch.device | str = "cpu") -> Mesh:
         """The mesh of a process started by `torchrun`, which hands its place in variables of the
         environment. The store is torchrun's and asks nobody for a secret: whoever can connect to it

@@ -1,7 +1,7 @@
 """ZeRO: how parameters are dealt into buckets, and when whole gradients and weights are in memory.
 
-Rank r owns the r-th share of each flat bucket of data_parallel.py, whatever parameters begin or
-end in it (the table in optim.py says of what). Masters are fp32 (fp64 for fp64 models). Where the
+Rank r owns the r-th share of each flat bucket of shards.py, whatever parameters begin or end in it
+(the table in sharded_adamw.py says of what). Masters are fp32 (fp64 for fp64 models). Where the
 model computes in the masters' dtype, a whole parameter's share *is* the master; else the weights
 are rounded from it.
 
@@ -27,12 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoengine.flat import Named, trainable
 from nanoengine.model.linear import record_of
-from nanoengine.parallel.data_parallel import Bucket, BucketState, replica_axes
-from nanoengine.parallel.layout import REPLICA_AXES
+from nanoengine.parallel.data_parallel import replica_axes
+from nanoengine.parallel.layout import REPLICA_AXES, Layout
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.shards import ShardedBucket, ShardedState
 
-Named = list[tuple[str, nn.Parameter]]
+
+def check_zero(zero: int, layout: Layout) -> None:
+    """`ValueError` for a stage that does not exist, or not over a pipeline."""
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
+    if zero == 3 and layout.pp > 1:
+        raise ValueError(
+            "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
+            "use zero=2, or more dp and no pp"
+        )
 
 
 def cut_into_buckets(
@@ -41,21 +52,9 @@ def cut_into_buckets(
     """(layers, parameters, axes they are shared over) of each bucket, in the order in which they
     are sent; with ZeRO-3 each layer is one. A process alone sends nothing: one bucket."""
     if mesh.size() == 1:
-        yield [], [(name, parameter) for _, name, parameter in _trainable(models)], REPLICA_AXES
+        yield [], [(name, parameter) for _, name, parameter in trainable(models)], REPLICA_AXES
     else:
         yield from _merge(_units(models), 0 if zero == 3 else bucket_bytes, wide)
-
-
-def _trainable(models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """(model, name, parameter) of all that is trained, each parameter once."""
-    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                found.setdefault(id(parameter), (model, name, parameter))
-    if not found:
-        raise ValueError("no trainable parameters: every requires_grad is False")
-    return list(found.values())
 
 
 def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
@@ -65,7 +64,7 @@ def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
     head: Named = []
     embedding: Named = []
     deferred: Named = []
-    for model, name, parameter in _trainable(models):
+    for model, name, parameter in trainable(models):
         if record_of(parameter).is_deferred:
             deferred.append((name, parameter))
         elif name.startswith("layers."):
@@ -116,7 +115,7 @@ class Residency:
     """Keeps whole gradients (ZeRO-2) and parameters (ZeRO-3) in memory while needed, by hooks on
     the layers: before and after their forward, and before their backward."""
 
-    def __init__(self, mesh: Mesh, states: list[BucketState], models: Sequence[nn.Module]) -> None:
+    def __init__(self, mesh: Mesh, states: list[ShardedState], models: Sequence[nn.Module]) -> None:
         self._mesh, self._states = mesh, states
         self._index = {id(state.bucket): i for i, state in enumerate(states)}
         self._arriving: dict[int, Handle] = {}
@@ -143,7 +142,7 @@ class Residency:
             self._ensure_landed(i)
             self._release(i)
 
-    def after_backward(self, bucket: Bucket) -> None:
+    def after_backward(self, bucket: ShardedBucket) -> None:
         i = self._index[id(bucket)]
         self._in_backward.discard(i)
         if bucket.layers:

@@ -3,7 +3,8 @@
 A few training tasks are played several times each by the untrained model, through the run's own
 environment, agent loop, reward and sandbox, in one process and with one copy of the weights
 (roles/player.py). What cannot even be made ends the checkup with that finding.
-Left out: the layout of a run over several processes, whose memory nanoengine/estimate.py counts.
+Left out: the layout of a run over several processes, whose memory nanoengine/plan/estimate.py
+counts.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class FolderJudge:
     def __init__(
         self, folder: str | Path, limits: JudgeLimits, dtype: str = "fp32", device: str = "auto"
     ) -> None:
-        from nanoengine.dtypes import DTYPES
+        from nanoengine.optim import DTYPES
         from nanoinfer.llm import LLM  # a judge at an address needs no engine
 
         self.name = str(Path(folder).resolve())

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.dtypes import DTYPES
 from nanoengine.model.device import worker_thread
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.optim import DTYPES
 from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task

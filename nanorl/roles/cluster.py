@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from nanoengine.build import check_layout
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
+from nanoengine.optim import DTYPES
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
 from nanoengine.model.hf import load_model
+from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig
 from nanorl.learner import load_reference

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine
@@ -30,6 +29,7 @@ from nanoengine.model.lora_config import LoraConfig
 from nanoengine.model.matrices import adaptable
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import DTYPES
 from nanoinfer.engine import LLMEngine
 from nanorl.training_service.checkpoints import Record
 from nanorl.training_service.config import ServiceConfig

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from kernels.checksum import copy_with_checksums
 from nanoengine.engine import Engine
-from nanoengine.footprint import num_params
+from nanoengine.plan.footprint import num_params
 from nanoengine.tensor_file import dtype_name
 from nanorl.weights.ledger import ReaderLedger
 from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified

@@ -35,9 +35,9 @@ from typing import Literal, get_args
 
 import torch
 
-from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.parallel.rendezvous import open_store
+from nanoengine.plan.footprint import num_params
 from nanorl.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nanorl.weights.disk import DiskReceiver, DiskSender
 from nanorl.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce

@@ -10,10 +10,10 @@ from pool import Rank
 from torch import Tensor
 
 from nanoengine.build import build_engine, build_value_engine
-from nanoengine.config import EngineConfig, SplitConfig
+from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample
-from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout
+from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.sft import num_loss_tokens, sft_loss

@@ -28,6 +28,7 @@ from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel,
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, REPLICA_AXES, Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.sft import num_loss_tokens
 
@@ -225,7 +226,8 @@ def _train(case: Case, engine: Engine) -> Result:
         steps.append(
             engine.train_step(hand, loss_fn, num_loss_tokens, temperature=0.7, entropy=True)
         )
-        num_early = engine.optimizer.reducer.num_early
+        if isinstance(engine.optimizer, ShardedAdamW):
+            num_early = engine.optimizer.reducer.num_early
         if step == 0:
             traffic = {key: (t.calls, t.bytes) for key, t in mesh.traffic.items()}
     logps = dict(zip(mine, engine.last_logps, strict=True))

@@ -16,11 +16,11 @@ from nanoengine.config import AdamWConfig, EngineConfig
 from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.linear import record_of
-from nanoengine.optim import AdamW
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.layout import DATA_AXES, Layout
+from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import (
     TensorParallel,
     vocab_parallel_logprob,
@@ -141,7 +141,7 @@ def memory_of_each_level(rank: Rank) -> list[dict[str, int]]:
     for zero in range(4):
         engine = make_engine(rank, Case(layout=Layout(dp=rank.world), zero=zero, dtype="fp32"))
         optimizer = engine.optimizer
-        layers = [s for s in optimizer._states if s.bucket.layers]
+        layers = [s for s in optimizer.states if s.bucket.layers]
         peak = {"gradients": 0, "weights": 0}
 
         def watch(*_: Any, layers: Any = layers, peak: Any = peak) -> None:
@@ -155,7 +155,7 @@ def memory_of_each_level(rank: Rank) -> list[dict[str, int]]:
         for parameter in engine.model.parameters():
             parameter.register_post_accumulate_grad_hook(watch)
         train(engine)
-        states = optimizer._states
+        states = optimizer.states
         found.append(
             {
                 "weights": sum(s.weights.untyped_storage().nbytes() for s in states),
@@ -223,7 +223,7 @@ def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:
     """The norm, and the elements of each parameter's gradient that this rank owns."""
     mesh = rank.mesh(Layout(dp=2, ep=2))
     model = Experts(mesh.rank("ep"))
-    optimizer = AdamW([model], AdamWConfig(), mesh, zero=zero)
+    optimizer = ShardedAdamW([model], AdamWConfig(), mesh, zero=zero)
     optimizer.zero_grad()
     optimizer.start_pass(is_last=True)
     ((rank.rank + 1) * (model.shared.sum() + 10 * model.expert.sum())).backward()

@@ -144,7 +144,7 @@ def steps(engine: Engine, first: int, last: int) -> float:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Every master and moment whole, on every rank, by the resharding plan."""
-    from nanoengine.engine import optimizer_pieces
+    from nanoengine.state.engine_state import optimizer_pieces
     from nanoengine.state.slices import make_piece
 
     held = optimizer_pieces(engine.optimizer)

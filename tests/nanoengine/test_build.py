@@ -15,11 +15,11 @@ from pool import WorkerPool
 from tiny_shapes import DENSE, MOE
 
 from nanoengine.build import build_engine, build_value_engine, check_layout
-from nanoengine.config import EngineConfig, SplitConfig
+from nanoengine.config import EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import LOOPBACK, join_mesh, open_store
 from nanoengine.sft import num_loss_tokens, sft_loss

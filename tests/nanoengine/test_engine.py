@@ -16,7 +16,8 @@ from tiny_models import optimizer_state
 
 from kernels import pack_weight
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, NonFiniteLoss, require_deterministic_cublas
+from nanoengine.determinism import require_deterministic_cublas
+from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model

@@ -209,7 +209,7 @@ def test_offload_frees_the_memory_and_reload_gives_the_same_bits(
             train(engine, 1)
             if parks:
                 optimizer = engine.optimizer
-                halves = [s.remainder for s in optimizer._states if s.remainder is not None]
+                halves = [s.remainder for s in optimizer.states if s.remainder is not None]
                 engine.offload(tmp_path)
                 parked = [optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.buckets[0].grad]
                 parked += halves

@@ -13,11 +13,19 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from nanoengine import estimate
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.estimate import model_shape
-from nanoengine.footprint import (
+from nanoengine.model.attention import PackedContext
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.families import FAMILIES
+from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.stage import Stage, split_layers
+from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.plan import estimate
+from nanoengine.plan.estimate import model_shape
+from nanoengine.plan.footprint import (
     Plan,
     forward_flops,
     layer_activation_bytes,
@@ -27,14 +35,6 @@ from nanoengine.footprint import (
     rank_params,
     train_flops,
 )
-from nanoengine.model.attention import PackedContext
-from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
-from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.layout import Layout
-from nanoengine.parallel.mesh import Mesh
-from nanoengine.parallel.stage import Stage, split_layers
-from nanoengine.parallel.tensor_parallel import TensorParallel
 
 PUBLISHED = {
     "smollm2-135m": 134_515_008,
@@ -129,7 +129,7 @@ def test_weights_gradients_and_optimizer_are_the_engines_buffers(dtype: str) -> 
     optimizer = engine.optimizer
     memory = rank_memory(config, Plan(dtype=dtype, on_cpu=True), 0, 16, 1)
     states = [optimizer.exp_avg, optimizer.exp_avg_sq]
-    states += [s.remainder for s in optimizer._states if s.remainder is not None]
+    states += [s.remainder for s in optimizer.states if s.remainder is not None]
     found = {
         "params": sum(p.numel() * p.element_size() for p in engine.model.parameters()),
         "grads": sum(bucket.grad.nbytes for bucket in optimizer.buckets),

@@ -12,7 +12,6 @@ from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoengine.footprint import num_params
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.families import FAMILIES
@@ -25,6 +24,7 @@ from nanoengine.model.hf import (
     shard_names,
 )
 from nanoengine.model.transformer import Transformer
+from nanoengine.plan.footprint import num_params
 from nanoengine.state.export import export_hf
 
 

@@ -12,7 +12,6 @@ from tiny_models import optimizer_state, save_reference
 from transformers import AutoModelForCausalLM
 
 from nanoengine.config import EngineConfig
-from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraBase
 from nanoengine.lora_engine import LoraEngine
@@ -21,6 +20,7 @@ from nanoengine.model.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import merge_lora
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer.config import InferConfig

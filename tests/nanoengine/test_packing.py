@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from nanoengine import packing
 from nanoengine.config import EngineConfig
+from nanoengine.dealing import balanced_parts
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import (
-    MicroBatch,
-    Sample,
-    balanced_parts,
-    make_micro_batches,
-)
+from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 from nanoengine.scoring import Scorer
 
 

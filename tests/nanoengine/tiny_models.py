@@ -33,7 +33,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from nanoengine.engine import Engine, optimizer_pieces
+from nanoengine.engine import Engine
+from nanoengine.state.engine_state import optimizer_pieces
 
 _BASE = {
     "vocab_size": 211,

@@ -24,14 +24,14 @@ from tiny_shapes import DENSE, MOE, VOCAB
 from torch import Tensor
 
 from nanoengine.build import build_engine, build_value_engine
-from nanoengine.config import EngineConfig, SplitConfig
+from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, TopTokens
-from nanoengine.parallel.layout import DATA_AXES, Layout
+from nanoengine.parallel.layout import DATA_AXES, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.fields import Field

@@ -24,7 +24,7 @@ from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
 from run_outcomes import differences, rollouts
 from serving import KEY, serve
 
-from nanoengine.dtypes import DTYPES
+from nanoengine.optim import DTYPES
 from nanorl import cli
 from nanorl.config import RunConfig
 from nanorl.parts import Parts

@@ -19,10 +19,9 @@ from parallel_cases import Result
 from pool import WorkerPool
 from test_parallel_training import put_together
 
-from nanoengine.config import SplitConfig
 from nanoengine.dealing import Deal, data_index, deal
 from nanoengine.packing import Sample, make_micro_batches
-from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.layout import Layout, SplitConfig
 from nanorl.algorithms import spec as spec_module
 from nanorl.batching import PolicyLoss, TrainBatch
 

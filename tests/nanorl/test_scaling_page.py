@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanoengine.estimate import (
+from nanoengine.plan.estimate import (
     HARDWARE,
     Estimate,
     Workload,
@@ -22,7 +22,7 @@ from nanoengine.estimate import (
     parse,
     plans,
 )
-from nanoengine.footprint import Plan
+from nanoengine.plan.footprint import Plan
 from nanoinfer.server.config import ServerConfig
 from nanorl.cli import VERBS
 from nanorl.config import RunConfig
@@ -78,8 +78,8 @@ def test_every_option_of_every_command_exists() -> None:
             given, there = found
             assert given <= there, (words, given - there)
             checked += 1
-        elif "nanoengine.estimate" in words:
-            parse(words[words.index("nanoengine.estimate") + 1 :])  # exits if it cannot
+        elif "nanoengine.plan.estimate" in words:
+            parse(words[words.index("nanoengine.plan.estimate") + 1 :])  # exits if it cannot
         else:
             assert words[0] in ("ray", "curl", "pip", "VLLM_SERVER_DEV_MODE=1"), words
     assert checked > 10

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.flat import lay_out
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.parallel.data_parallel import lay_out
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoengine.estimate import model_shape
+from nanoengine.plan.estimate import model_shape
 from nanoinfer.config import InferConfig
 from nanoinfer.sizes import sized as engine_sized
 from nanorl import sizes

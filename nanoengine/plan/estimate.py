@@ -1,7 +1,7 @@
 """Estimates on paper which layouts fit and how long a step takes: memory, messages, bubble.
 
-    python -m nanoengine.estimate --model qwen3-4b --gpus 8
-    python -m nanoengine.estimate --model qwen3-32b --gpus 64 --seq-len 8192 --pp 4 --zero 1
+    python -m nanoengine.plan.estimate --model qwen3-4b --gpus 8
+    python -m nanoengine.plan.estimate --model qwen3-32b --gpus 64 --seq-len 8192 --pp 4 --zero 1
 
 For every way to write --gpus as tp x cp x pp x dp it tries the ZeRO stages with and without
 activation checkpointing and prints the fastest variant that fits, or the smallest that does not.
@@ -30,7 +30,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nanoengine.footprint import (
+from nanoengine.model.config import ModelConfig
+from nanoengine.parallel.mesh import wire_bytes
+from nanoengine.parallel.schedules import SCHEDULES, Costs, make_schedule, simulate
+from nanoengine.parallel.stage import split_layers
+from nanoengine.plan.footprint import (
     WIDTH,
     Memory,
     Plan,
@@ -41,10 +45,6 @@ from nanoengine.footprint import (
     rank_memory,
     rank_params,
 )
-from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import wire_bytes
-from nanoengine.parallel.schedules import SCHEDULES, Costs, make_schedule, simulate
-from nanoengine.parallel.stage import split_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +306,7 @@ def table(
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags, and the names of the layout's flags that were given."""
     text = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(prog="python -m nanoengine.estimate", description=text[0])
+    parser = argparse.ArgumentParser(prog="python -m nanoengine.plan.estimate", description=text[0])
     parser.add_argument("--model", required=True, help="a known name or a Hugging Face folder")
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--hardware", choices=HARDWARE, default="h100")

@@ -25,11 +25,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
+_FEWEST_ROWS = 512
+"""That a pass is filled with, whatever they take: each pass adds to all gradients and lays all
+weights out, which fewer rows do not make up for."""
 _CHUNK_ELEMENTS = 256 * 49152  # logits of linear_logprob at a time
 
 
@@ -144,6 +150,14 @@ def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> 
         statistics += 2 if family.qk_norm == "width" else heads / plan.tp
     weights = num_norms * hidden + 2 * config.head_dim if family.norm_offset else 0
     return num_tokens * (size + statistics * wide) + weights * wide
+
+
+def rows_of_a_pass(model: Transformer, num_bytes: int) -> int:
+    """Return how many rows keep so much for the backward pass on a CPU; at least 512."""
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(model.dtype, "fp64")
+    plan = Plan(dtype=dtype, on_cpu=True)
+    row_bytes = layer_activation_bytes(model.config, plan, 1) * model.config.num_layers
+    return max(_FEWEST_ROWS, int(num_bytes / row_bytes))
 
 
 def head_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:

@@ -1,0 +1,1 @@
+"""Arithmetic before a run: what a layout takes of memory and time."""
