@@ -15,7 +15,7 @@ Weights change in place between two steps, while requests are in flight.
 coroutines an `AsyncEngine` around it; `python -m nanoinfer.server` speaks OpenAI's protocol.
 One step, in reading order: engine.py, sequence.py, block_manager.py, scheduler.py, batch.py,
 model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request through them.
-led_engine.py lets one process drive the ranks of a model that is split.
+variants/led_engine.py lets one process drive the ranks of a model that is split.
 """
 
 from importlib import import_module

@@ -27,8 +27,8 @@ from nanoengine.model.device import worker_thread
 from nanoengine.model.lora import Adapter
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
+from nanoinfer.options.streams import StreamChunk, TokenStream
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.streams import StreamChunk, TokenStream
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.device_sampler import DeviceSampling
+from nanoinfer.gpu.device_sampler import DeviceSampling
 from nanoinfer.sampler import SamplingBatch
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence

@@ -35,18 +35,18 @@ from nanoengine.model.hf import check_finite, held_state, load_state
 from nanoengine.model.lora import Adapter
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
-from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
-from nanoinfer.logit_edits import GrammarCompiler, LogitEdits
+from nanoinfer.gpu.sizes import sized
 from nanoinfer.model_runner import RunnerOutput, count_blocks, make_runner
+from nanoinfer.options.logit_edits import GrammarCompiler, LogitEdits
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
-from nanoinfer.sizes import sized
-from nanoinfer.speculative import Drafter
-from nanoinfer.text import TextStream
+from nanoinfer.variants.adapters import AdapterPool
+from nanoinfer.variants.speculative import Drafter
 
 
 class LLMEngine:

@@ -35,11 +35,10 @@ from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
-from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.config import InferConfig
-from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
-from nanoinfer.device_sampler import (
+from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
+from nanoinfer.gpu.device_sampler import (
     device_sampling,
     likeliest_on_device,
     sample_on_device,
@@ -47,6 +46,7 @@ from nanoinfer.device_sampler import (
 )
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
+from nanoinfer.variants.adapters import AdapterPool
 
 _SCORED_ROWS = 64
 """Rows whose logits are in memory at a time where they are needed as a whole."""

@@ -32,7 +32,7 @@ from kernels.backend import use_native
 from kernels.cpp import ops as cpp_ops
 from kernels.linear_logprob import softmax_parts
 from kernels.sampling import kept_tokens
-from nanoinfer.logit_edits import EditPlan, LogitEdits
+from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
 _CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache

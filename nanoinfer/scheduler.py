@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.block_manager import BlockManager, Match
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
+from nanoinfer.variants.speculative import Drafter
 
 
 @dataclass

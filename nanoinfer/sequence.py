@@ -7,9 +7,9 @@ Next: block_manager.py (where `block_table` come from), scheduler.py (who runs w
 
 from __future__ import annotations
 
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.options.logit_edits import LogitEdits
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import FinishReason, Output, SamplingParams
-from nanoinfer.text import TextStream
 
 
 class Sequence:

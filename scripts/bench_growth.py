@@ -129,7 +129,7 @@ def step_seconds(num_waiting: int) -> float:
     from nanoinfer.params import SamplingParams
     from nanoinfer.scheduler import BatchScheduler
     from nanoinfer.sequence import Sequence as Request
-    from nanoinfer.speculative import Drafter
+    from nanoinfer.variants.speculative import Drafter
 
     blocks = BlockManager(RUNNING * (2 * PROMPT + QUEUE_STEPS) // 16, 16, True)
     scheduler = BatchScheduler(blocks, PROMPT + RUNNING, RUNNING, Drafter(0, 16, False))

@@ -24,7 +24,7 @@ from nanoinfer.block_manager import BlockManager
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
+from nanoinfer.variants.speculative import Drafter
 from nanorl.simulate.config import EngineTimes
 
 REAL_BLOCK = 16

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
+from nanoinfer.variants.speculative import Drafter
 
 
 class PlantedDrafter(Drafter):

@@ -21,7 +21,8 @@ from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
-from nanoinfer.cuda_graph import (
+from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import (
     Capture,
     CudaCapture,
     StaticDecode,
@@ -30,7 +31,6 @@ from nanoinfer.cuda_graph import (
     ladder,
     run_plainly,
 )
-from nanoinfer.engine import LLMEngine
 from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.model_runner import ModelRunner, RunnerOutput
 from nanoinfer.params import Output, SamplingParams

@@ -5,8 +5,8 @@ import pytest
 import torch
 from test_sampler import batch, chi_square
 
-from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.logit_edits import EditPlan, LogitEdits
+from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
+from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
 

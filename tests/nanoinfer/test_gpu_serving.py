@@ -20,8 +20,8 @@ from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer import model_runner
 from nanoinfer.config import CacheKind, InferConfig
-from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import run_plainly
 from nanoinfer.params import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7, 8, 9, 14, 15]]

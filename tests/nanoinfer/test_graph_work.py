@@ -14,7 +14,7 @@ from fake_cuda import fake_gpu
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoinfer.cuda_graph import StaticDecode, can_capture
+from nanoinfer.gpu.cuda_graph import StaticDecode, can_capture
 from nanoinfer.kv_cache import CacheLayout, KVCache
 
 EXPERTS = {

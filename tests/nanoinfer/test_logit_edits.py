@@ -14,7 +14,7 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.logit_edits import EditPlan, LogitEdits
+from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
 

@@ -17,8 +17,8 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
 from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
-from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sampler import sample, top_logps

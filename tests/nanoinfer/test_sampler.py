@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kernels import logits_logprob
-from nanoinfer.device_sampler import device_sampling, sample_on_device
+from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device
 from nanoinfer.sampler import SamplingBatch, sample, uniforms
 
 ARRAYS = ("temperatures", "top_ks", "top_ps", "seeds", "positions", "min_ps")

@@ -28,8 +28,8 @@ from nanoengine.scoring import Scorer
 from nanoinfer import model_runner
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
-from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import run_plainly
 from nanoinfer.params import Output, SamplingParams
 from nanorl import sizes
 from nanorl.agents import kit

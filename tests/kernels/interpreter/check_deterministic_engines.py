@@ -22,8 +22,8 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoinfer import model_runner
 from nanoinfer.config import InferConfig
-from nanoinfer.device_sampler import device_sampling
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.device_sampler import device_sampling
 from nanoinfer.params import SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from nanoinfer.logit_edits import EditPlan
+from nanoinfer.options.logit_edits import EditPlan
 from nanoinfer.sampler import Samples, SamplingBatch
 
 
