@@ -20,8 +20,8 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
 from nanoinfer.model_runner import ModelRunner
+from nanoinfer.options.asked_sampling import sample, top_logps
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.sampler import sample, top_logps
 
 PROMPT = [5, 17, 80, 3, 99, 12, 150]
 TEMPERATURE = 0.6

@@ -4,8 +4,7 @@ import pytest
 from cache_oracle import VOCAB, make_engine, replay, run_all
 from drafts import PlantedDrafter, plant
 
-from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import RunnerOutput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.params import SamplingParams
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
