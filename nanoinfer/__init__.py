@@ -14,8 +14,12 @@ Weights change in place between two steps, while requests are in flight.
 `LLM` is for scripts. A program with a model and token ids of its own makes an `LLMEngine`, one with
 coroutines an `AsyncEngine` around it; `python -m nanoinfer.server` speaks OpenAI's protocol.
 One step, in reading order: engine.py, sequence.py, block_manager.py, scheduler.py, batch.py,
-model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request through them.
-led_engine.py lets one process drive the ranks of a model that is split.
+model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request through them. They
+are a dense model, whole, on a CPU, and import none of the rooms, which come in by their names:
+options/        what single requests ask: truncation, penalties, grammars, texts, scores, streams
+variants/       engines of other kinds: drafts, LoRA, fp8 and int8, ranks, weights that are copied
+gpu/            CUDA graphs, draws on the device, sizes of its memory
+chat/ dialects/ server/    tool calls and templates, protocols of other APIs, the server
 """
 
 from importlib import import_module

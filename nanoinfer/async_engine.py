@@ -12,25 +12,25 @@ Left out: several event loops at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanoengine.model.device import worker_thread
-from nanoengine.model.lora import Adapter
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.streams import StreamChunk, TokenStream
 
 T = TypeVar("T")
+_STREAM = "nanoinfer.options.streams:stream"
 
 
 class AsyncEngine:
@@ -49,7 +49,7 @@ class AsyncEngine:
         if use_thread and executor is None:
             num_threads = torch.get_num_threads()  # else the worker's first op would set its own
             self._executor = worker_thread("nanoinfer", engine.model.device, num_threads)
-        self._callers: dict[int, asyncio.Future[Output] | TokenStream] = {}
+        self._callers: dict[int, Any] = {}  # futures of outputs, or streams
         self._names: dict[int, str | None] = {}  # of the same requests
         self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
@@ -71,56 +71,48 @@ class AsyncEngine:
     ) -> Output:
         """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it. With
         what an abort left as `sampled` the request goes on from there (`LLMEngine.add`)."""
-        self._bind()
         future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        handle = await self._add(ids, params, priority, name, future, sampled)
+        handle = await self.enter(future, ids, params, priority, name, sampled)
         try:
             return await future
-        except asyncio.CancelledError:
-            await self._drop(handle)
-            raise
         finally:
-            del self._names[handle]
+            await self.leave(handle)
 
-    async def stream(
+    def stream(
         self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
-    ) -> AsyncGenerator[StreamChunk, None]:
-        """Complete `ids`, handing out tokens as they are sampled; the last chunk has the `Output`.
-        Closing the iterator (`contextlib.aclosing`) or cancelling its reader aborts the request.
-        """
-        self._bind()
-        stream = TokenStream()
-        handle = await self._add(ids, params, priority, name, stream)
-        try:
-            is_last = False
-            while not is_last:
-                chunk = await stream.next()
-                is_last = chunk.output is not None
-                yield chunk
-        finally:
-            del self._names[handle]
-            await self._drop(handle)
+    ) -> AsyncGenerator[Any, None]:
+        """Complete `ids`, handing out tokens as they are sampled, a `StreamChunk` of
+        options/streams.py at a time; the last has the `Output`. Closing the iterator
+        (`contextlib.aclosing`) or cancelling its reader aborts the request."""
+        chunks: AsyncGenerator[Any, None] = resolve_name(_STREAM)(self, ids, params, priority, name)
+        return chunks
 
-    async def _add(
+    async def enter(
         self,
+        caller: Any,
         ids: Ids[int],
         params: SamplingParams,
-        priority: int,
-        name: str | None,
-        caller: asyncio.Future[Output] | TokenStream,
+        priority: int = 0,
+        name: str | None = None,
         sampled: Output | None = None,
     ) -> int:
+        """Queue a request whose result `caller` is given, a future or a stream; its handle."""
+        self._bind()
         await self._can_add.wait()
+        # The engine has no locks of its own: whatever touches it waits for the end of the step that
+        # its thread runs.
         async with self._between_steps:
             handle = self.engine.add(ids, params, priority, sampled)
-            self._callers[handle] = caller
-            self._names[handle] = name
-        self._start_driver()
+            self._callers[handle], self._names[handle] = caller, name
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
         return handle
 
-    async def _drop(self, handle: int) -> None:
-        """Abort a request if it is still in flight."""
+    async def leave(self, handle: int) -> None:
+        """The caller is gone: a request that is still in flight is aborted."""
+        del self._names[handle]
         if self._callers.pop(handle, None) is not None:
+            # A cancellation that is repeated meanwhile must not leave the request in the batch.
             await to_the_end(self._abort(handle))
 
     async def _abort(self, handle: int) -> None:
@@ -200,17 +192,13 @@ class AsyncEngine:
         finally:
             self._can_add.set()
 
-    async def load_adapter(self, name: str, source: str | Path | Adapter) -> None:
+    async def load_adapter(self, name: str, source: str | Path | Mapping[str, Any]) -> None:
         """`LLMEngine.load_adapter` between two steps."""
-        self._bind()
-        async with self._between_steps:
-            await self._call(self.engine.load_adapter, name, source)
+        await self.run_between_steps(type(self.engine).load_adapter, name, source)
 
     async def unload_adapter(self, name: str) -> None:
         """`LLMEngine.unload_adapter` between two steps."""
-        self._bind()
-        async with self._between_steps:
-            await self._call(self.engine.unload_adapter, name)
+        await self.run_between_steps(type(self.engine).unload_adapter, name)
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
@@ -261,10 +249,6 @@ class AsyncEngine:
         if not (self.engine.is_paused or self.engine.is_asleep):
             self._can_step.set()
 
-    def _start_driver(self) -> None:
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
-
     async def _drive(self) -> None:
         while self._callers:
             await self._can_step.wait()
@@ -279,15 +263,10 @@ class AsyncEngine:
                 caller = self._callers.pop(handle, None)
                 if caller is not None and not caller.done():
                     caller.set_result(output)
-            self._feed_streams()
-            await asyncio.sleep(0)
-
-    def _feed_streams(self) -> None:
-        for handle, caller in self._callers.items():
-            if isinstance(caller, TokenStream):
-                seq = self.engine.peek(handle)
-                assert seq is not None, f"request {handle} ended and its caller was not told"
-                caller.feed(seq)
+            for handle, caller in self._callers.items():
+                if not isinstance(caller, asyncio.Future):  # a stream, which is fed as it grows
+                    caller.feed(self.engine.peek(handle))
+            await asyncio.sleep(0)  # callers that have their answer go on before the next step
 
     def _fail_all(self, error: Exception) -> bool:
         """Every caller gets the step's error: their requests cannot go on. False if none waits."""

@@ -9,7 +9,7 @@ block is never written again, so no write can reach a neighbour (copy on write, 
 A block nobody refers to keeps its content and its digest until it is needed: blocks without
 reusable content go first, then the one released longest ago. The chain starts from a salt, the
 policy version: after a weight update no old block can match, and `flush` forgets them all. A
-request with an adapter starts from the salt of that (`Sequence.adapter_key`).
+request with an adapter starts from a salt of its own (`Sequence.cache_key`).
 
 Left out: moving blocks to other memory, sharing between engines.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -120,10 +119,10 @@ class BlockManager:
         return seq.digests[:num_blocks]
 
     def _root(self, seq: Sequence) -> bytes:
-        """The start of the chain: one for each policy version and adapter."""
-        if not seq.adapter_key:
+        """The start of the chain: one for each policy version, and each adapter beside it."""
+        if not seq.cache_key:
             return self._salt
-        return hashlib.blake2b(self._salt + seq.adapter_key, digest_size=16).digest()
+        return hashlib.blake2b(self._salt + seq.cache_key, digest_size=16).digest()
 
     def prompt_keys(self, seq: Sequence) -> list[bytes]:
         """Digests of all blocks that a prefill of `seq.ids` computes, the last of them not full."""
@@ -265,27 +264,6 @@ class BlockManager:
     def _share(self, block_id: int) -> None:
         self._free.pop(block_id, None)
         self._blocks[block_id].ref_count += 1
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Debug: assert every invariant, given all sequences that hold blocks."""
-        counts = [0] * self.num_blocks
-        for seq in sequences:
-            for block_id in seq.block_table:
-                counts[block_id] += 1
-            held = len(seq.block_table) * self.block_size
-            is_ordered = seq.num_committed_tokens <= seq.num_computed_tokens <= held
-            assert is_ordered, f"request {seq.handle}: tokens and blocks"
-        refs = [block.ref_count for block in self._blocks]
-        assert counts == refs, "reference counts differ from the sequences' blocks"
-        free = {block_id for block_id in range(self.num_blocks) if counts[block_id] == 0}
-        assert free == set(self._free), "the free list is not the blocks without a reference"
-        full = {b.digest: b.block_id for b in self._blocks if b.digest is not None}
-        assert full == self._by_digest, "digests and blocks"
-        known = [(b.sibling_key, b.block_id) for b in self._blocks if b.is_known]
-        listed = [(key, block_id) for key, ids in self._siblings.items() for block_id in ids]
-        assert set(known) == set(listed), "siblings and their keys"
-        assert len(known) == len(listed), "a block is listed under two keys"
-        assert all(b.is_known for b in self._blocks if b.digest), "a full block is not a sibling"
 
 
 def _digest(parent: bytes, tokens: list[int]) -> bytes:

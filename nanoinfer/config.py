@@ -1,13 +1,13 @@
 """`InferConfig`: everything that can be chosen about an engine, with its help under each field.
 
 Nothing of it belongs to one request; that is `SamplingParams` (params.py). A size that is 0 is
-chosen for the model's device when the engine is made (sizes.py). Other configs hold one of these
-whole: the server's, and a training run's.
+chosen for the model's device when the engine is made: by `sized` on a CPU, gpu/sizes.py on a GPU.
+Other configs hold one of these whole: the server's, and a training run's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 CacheKind = Literal["auto", "fp8"]
@@ -20,8 +20,8 @@ Quantization = Literal["none", "fp8", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """How much one step of the engine may hold. 0 is chosen for the model's device (sizes.py): 512
-    tokens and 64 sequences on a CPU, 8192 and 256 on a GPU."""
+    """How much one step of the engine may hold. 0 is chosen for the model's device: 512 tokens and
+    64 sequences on a CPU, 8192 and 256 on a GPU."""
 
     max_batch_tokens: int = 0
     """Tokens of one engine step, decodes and prefill chunks together; 0: chosen for the device."""
@@ -48,7 +48,7 @@ class InferConfig(StepSizes, WeightUpdates):
     """Blocks of KV cache; None: as many as `cache_bytes` holds."""
     cache_bytes: int = 0
     """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills. 0,
-    here and below: chosen for the model's device (sizes.py), 1 GiB on a CPU."""
+    here and below: chosen for the model's device (gpu/sizes.py), 1 GiB on a CPU."""
     populate_cache: bool = False
     """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
     block_size: int = 16
@@ -59,12 +59,12 @@ class InferConfig(StepSizes, WeightUpdates):
     """Tokens that end a completion; None: the model's own."""
     speculate: int = 0
     """Most tokens of a sequence that are guessed and tried in a step; 0: none. Outputs do not
-    depend on it (speculative.py)."""
+    depend on it (variants/speculative.py)."""
     speculate_siblings: bool = True
     """Guess also from what running requests sampled whose prompts start alike."""
     speculate_free_rows: int = 16
     """How many more tokens would double the time of a decoding step: the fewer, the surer a guess
-    has to be (speculative.py)."""
+    has to be (variants/speculative.py)."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
     deterministic: bool = False
@@ -97,3 +97,26 @@ class InferConfig(StepSizes, WeightUpdates):
                 f"quantization={self.quantization!r} with deterministic=True: the log-probs of "
                 "quantised matrices are not the trainer's; leave one of them out"
             )
+
+    def sized(
+        self, num_seqs: int = 64, batch_tokens: int = 512, cache_bytes: int = 1 << 30
+    ) -> InferConfig:
+        """This config with these sizes where it has 0; the defaults are a CPU's."""
+        most_seqs = self.max_num_seqs or min(num_seqs, self.max_batch_tokens or num_seqs)
+        return replace(
+            self,
+            max_num_seqs=most_seqs,
+            max_batch_tokens=self.max_batch_tokens or max(batch_tokens, most_seqs),
+            cache_bytes=self.cache_bytes or (cache_bytes if self.num_blocks is None else 0),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True where it asks for nothing of nanoinfer/variants/."""
+        return all(getattr(self, name) == getattr(InferConfig, name) for name in _VARIANTS)
+
+
+_VARIANTS = (
+    *("speculate", "speculate_free_rows", "lm_head_fp32", "deterministic"),
+    *("quantization", "kv_cache_dtype", "kv_calibration_ids"),
+)

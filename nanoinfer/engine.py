@@ -5,17 +5,14 @@
 The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
 an event loop). Weights change between steps only. A request that is in flight then keeps the
 tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
-`update_weights` copies tensors that somebody brings, all or nothing. Of a model that is trained in
-this process there need be no copy: the trainer writes into the very model (and repacks it), and
-`adopt_weights` gives the new weights their version. Until then the engine refuses to run a step, so
-no token is ever sampled by weights that have none.
-`sleep` gives the cache's memory to somebody else (a trainer on the same device) until `wake`.
+Of a model that is trained in this process there is no copy: the trainer writes into the very model
+(and repacks it), and `adopt_weights` gives the new weights their version. Until then the engine
+refuses to run a step, so no token is ever sampled by weights that have none. `update_weights`
+copies tensors that somebody brings. `sleep` gives the cache's memory to somebody else (a trainer on
+the same device) until `wake`.
 
-A draft counts if it is the very token that was sampled at its position, and the sample after the
-last such draft counts too. Samples behind a wrong draft were drawn on a text that is not the
-request's and are dropped, and so is everything behind the token that ended the request.
-
-Left out: transports of weights between processes; whoever brings tensors brings an iterator.
+What few requests ask is in nanoinfer/options/, engines of other kinds in nanoinfer/variants/: both
+come in by the names below.
 Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
@@ -23,30 +20,42 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from nanoengine.model.device import release_memory
-from nanoengine.model.hf import check_finite, held_state, load_state
-from nanoengine.model.lora import Adapter
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.model.hf import check_finite, held_state
 from nanoengine.model.transformer import Transformer
-from nanoinfer.adapters import AdapterPool
-from nanoinfer.batch import Batch
+from nanoinfer.batch import Batch, RunnerOutput
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
-from nanoinfer.logit_edits import GrammarCompiler, LogitEdits
-from nanoinfer.model_runner import RunnerOutput, count_blocks, make_runner
+from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
-from nanoinfer.sizes import sized
-from nanoinfer.speculative import Drafter
-from nanoinfer.text import TextStream
+
+_PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
+_DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain
+_LOAD = "nanoinfer.variants.weight_updates:load_weights"
+_KEEP = "nanoinfer.variants.in_flight:keep_all"
+_CHECK = "nanoinfer.variants.invariants:check"
+
+
+class EngineParts(NamedTuple):
+    """What an engine is made of; `config` has all its sizes."""
+
+    config: InferConfig
+    blocks: BlockManager
+    scheduler: BatchScheduler
+    runner: ModelRunner
 
 
 class LLMEngine:
@@ -54,8 +63,8 @@ class LLMEngine:
 
     Of a model that is split over tensor-parallel ranks each rank has an engine, and all are called
     with the same requests in the same order: scheduling and sampling depend on nothing else, so
-    they stay in step without a message and every rank has every token. led_engine.py lets one rank
-    lead the others.
+    they stay in step without a message and every rank has every token. variants/led_engine.py lets
+    one rank lead the others.
     """
 
     def __init__(
@@ -63,33 +72,69 @@ class LLMEngine:
         model: Transformer,
         config: InferConfig,
         version: int = 0,
-        tokenizer: ChatTokenizer | None = None,
+        tokenizer: Any = None,
     ) -> None:
-        """`tokenizer` is for requests that name texts: stop texts, grammars, `detokenize`."""
+        """`tokenizer`, a `ChatTokenizer`, is for requests that name texts: stop texts, grammars,
+        `detokenize`."""
         self.model = model
-        self.config = config = sized(config, model)
         self.version = version
         self.tokenizer = tokenizer
         self.is_paused = False
         self.is_asleep = False
-        self._grammars: GrammarCompiler | None = None
-        shape = model.config
-        self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
-        num_blocks = count_blocks(model, config)
-        self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
+        self._eos_ids = model.config.eos_ids if config.eos_ids is None else config.eos_ids
+        is_plain = config.is_plain and model.device.type == "cpu"
+        is_whole = model.split.size == 1 and not model.batch_invariant
+        make_parts = _plain_parts if is_plain and is_whole else resolve_name(_PARTS)
+        parts: EngineParts = make_parts(model, config)
+        self.config, self._blocks, self._scheduler, self._runner = parts
         self._blocks.flush(version)
-        drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
-        sizes = (config.max_batch_tokens, config.max_num_seqs)
-        self._scheduler = BatchScheduler(self._blocks, *sizes, drafter)
-        self._adapters = AdapterPool(model)
-        self._runner = make_runner(model, config, num_blocks, self._adapters)
         longest = self._runner.cache.blocks_per_seq
-        self._batch = Batch(config.max_num_seqs, longest, config.block_size)
+        self._batch = Batch(parts.config.max_num_seqs, longest, parts.config.block_size)
         self._sequences: dict[int, Sequence] = {}
         self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
         self._next_handle = 0
         self._metrics = Metrics()
         self._num_repacks = model.num_repacks  # when `version` began
+
+    def step(self) -> list[tuple[int, Output]]:
+        """Run one step; returns the requests that finished, with their handles. Does nothing
+        while paused or asleep. `RuntimeError` where the model's owner has changed the weights and
+        `adopt_weights` was not called."""
+        if not (self.is_paused or self.is_asleep):
+            self._require_current()
+            start = time.perf_counter()
+            try:
+                step = self._scheduler.schedule()
+                if step.seqs:
+                    self._run(step)
+            except BaseException:  # Ctrl-C too, which may come at any line
+                self._scheduler.restart_all()  # block copies of this step may not have been made
+                raise
+            self._metrics.step_s += time.perf_counter() - start
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _run(self, step: Step) -> None:
+        inputs = self._batch.build(step)
+        result = self._runner.run(inputs)
+        take = _take if inputs.options is None else inputs.options.take
+        for seq, num_sampled, num_drafted in take(step, result, self._scheduler, self.version):
+            self._metrics.sampled_tokens += num_sampled
+            self._metrics.drafted_tokens += num_drafted
+            self._metrics.accepted_tokens += num_sampled - 1
+            if seq.finish_reason is not None:
+                self._ready.append((seq.handle, self._take_out(seq)))
+                self._metrics.num_finished += 1
+        self._metrics.num_steps += 1
+        self._metrics.computed_tokens += step.num_tokens
+
+    def _take_out(self, seq: Sequence) -> Output:
+        del self._sequences[seq.handle]
+        self._scheduler.remove(seq)
+        self._metrics.cached_tokens += seq.num_cached_tokens or 0
+        return seq.output()
+
+    # -- requests --------------------------------------------------------------------------------
 
     def add(
         self,
@@ -118,18 +163,18 @@ class LLMEngine:
     def _make_sequence(
         self, ids: Ids[int], params: SamplingParams, priority: int, sampled: Output | None
     ) -> Sequence:
-        seq = Sequence(self._next_handle, _integers(ids), params, self._eos_ids, priority)
-        seq.adapter_key = self._adapters.key(params.adapter)
-        if params.is_edited:
-            matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
-            seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher, seq.stop_ids)
-        if params.wants_text:
-            tokenizer = self._need_tokenizer("stop or detokenize")
-            seq.text = TextStream.of(tokenizer, params)
+        asked = (self._next_handle, _integers(ids), params, self._eos_ids, priority)
+        seq: Sequence
+        seq = Sequence(*asked) if params.is_plain else self._desk.sequence(*asked, self.tokenizer)
         if sampled is not None:
             self._check_tokens("sampled.ids", sampled.ids)
-            seq.resume(sampled)
+            self._desk.resume(seq, sampled)
         return seq
+
+    @cached_property
+    def _desk(self) -> Any:
+        """Its type is nanoinfer/options/desk.py's, which is not imported here."""
+        return resolve_name(_DESK)(self.model)
 
     def abort(self, handle: int) -> Output | None:
         """End a request now; what it has so far, finish_reason "abort". None if it is not in
@@ -145,50 +190,6 @@ class LLMEngine:
         """A request in flight as it is now, to be read only; None if it is not in flight."""
         return self._sequences.get(handle)
 
-    def step(self) -> list[tuple[int, Output]]:
-        """Run one step; returns the requests that finished, with their handles. Does nothing
-        while paused or asleep. `RuntimeError` where the model's owner has changed the weights and
-        `adopt_weights` was not called."""
-        if not (self.is_paused or self.is_asleep):
-            self._require_current()
-            start = time.perf_counter()
-            try:
-                step = self._scheduler.schedule()
-                if step.seqs:
-                    self._run(step)
-            except BaseException:  # Ctrl-C too, which may come at any line
-                self._scheduler.restart_all()  # block copies of this step may not have been made
-                raise
-            self._metrics.step_s += time.perf_counter() - start
-        ready, self._ready = self._ready, []
-        return ready
-
-    def _run(self, step: Step) -> None:
-        result = self._runner.run(self._batch.build(step))
-        _take_scores(step, result.scores, result.score_tops)
-        self._scheduler.commit(step)
-        row = 0
-        for seq in [seq for seq in step.seqs if seq.num_uncomputed_tokens == 0]:
-            num_drafts = len(seq.drafts)
-            num_taken = _take_samples(seq, result, row, self.version)
-            self._scheduler.accept(seq, num_taken - 1)
-            self._metrics.sampled_tokens += num_taken
-            self._metrics.drafted_tokens += num_drafts
-            self._metrics.accepted_tokens += num_taken - 1
-            row += num_drafts + 1
-            if seq.finish_reason is not None:
-                self._ready.append((seq.handle, self._take_out(seq)))
-                self._metrics.num_finished += 1
-        assert row == len(result.tokens), "samples of no sequence"
-        self._metrics.num_steps += 1
-        self._metrics.computed_tokens += step.num_tokens
-
-    def _take_out(self, seq: Sequence) -> Output:
-        del self._sequences[seq.handle]
-        self._scheduler.remove(seq)
-        self._metrics.cached_tokens += seq.num_cached_tokens or 0
-        return seq.output()
-
     def generate(
         self, prompts: Iterable[Ids[int]], params: SamplingParams | Ids[SamplingParams]
     ) -> list[Output]:
@@ -203,6 +204,7 @@ class LLMEngine:
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; must be one each")
         for ids, p in zip(prompts, each, strict=True):
             self.validate(ids, p)
+        # No two members share a seed, or all rollouts of a group would be one.
         members = [(ids, p) for ids, q in zip(prompts, each, strict=True) for p in q.members()]
         first = self._next_handle
         mine = range(first, first + len(members))
@@ -223,50 +225,41 @@ class LLMEngine:
             self._ready = others + [done for done in self._ready if done[0] not in mine]
         return [outputs[handle] for handle in mine]
 
-    @property
-    def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished
+    def room(self, num_prompt: int) -> int:
+        """Tokens that can be sampled after a prompt of that length; 0 or less: none."""
+        cache = self._blocks.num_blocks * self._blocks.block_size
+        return min(self.model.config.max_position_embeddings, cache) - num_prompt
 
-    def pause(self) -> None:
-        """Stop between steps; requests stay where they are."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        self.is_paused = False
-
-    def sleep(self) -> None:
-        """Give the cache's memory back. Requests keep their tokens and go on after `wake`; what
-        they had cached is computed again."""
-        self._scheduler.restart_all()
-        self._blocks.flush(self.version)
-        self._runner.sleep()
-        release_memory()  # a process that keeps its large buffers would keep this one too
-        self.is_asleep = True
-
-    def flush_cache(self) -> int:
-        """Forget the cached prompts, unless requests are in flight; how many of them are."""
-        if not self.num_unfinished:
-            self._blocks.flush(self.version)
-        return self.num_unfinished
-
-    def wake(self) -> None:
-        if self.is_asleep:
-            release_memory()  # what the sleeper's neighbour has freed meanwhile
-            self._runner.wake()
-            self.is_asleep = False
-
-    def update_weights(
-        self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
+    def validate(
+        self, ids: Ids[int], params: SamplingParams, sampled: Output | None = None
     ) -> None:
-        """Replace all weights by Hugging Face tensors, and drop every cache, but that of requests
-        in flight where `InferConfig.in_flight` keeps it; works asleep and
-        paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
-        finite, and then nothing was written: the old version goes on serving. With `is_finite` the
-        caller has looked at the values, which are not read once more."""
-        start = time.perf_counter()
-        load_state(self.model, state, is_finite=is_finite)
-        self._start_version(version)
-        self._metrics.update_s += time.perf_counter() - start
+        """`ValueError` for a request that could never run, or go on from what is `sampled`, naming
+        what and why."""
+        if not params.is_plain or params.stop_token_ids:
+            self._desk.check(params, self._eos_ids, self.tokenizer)
+        if len(ids) == 0:
+            raise ValueError("ids: empty prompt; give at least one token")
+        self._check_tokens("ids", ids)
+        total, most = len(ids) + params.max_tokens, self.model.config.max_position_embeddings
+        if total > most:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens}: the model has "
+                f"{most} positions; shorten one of them"
+            )
+        self._scheduler.check_fits(len(ids), params.max_tokens)
+        if sampled is not None:
+            self._make_sequence(ids, params, 0, sampled)
+
+    def _check_tokens(self, name: str, ids: Ids[int]) -> None:
+        vocab = self.model.config.vocab_size
+        ids = _integers(ids)
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocab}"
+            )
+
+    # -- weights ---------------------------------------------------------------------------------
 
     def adopt_weights(self, version: int) -> None:
         """The model's owner, a trainer of this process, has written new weights into it and
@@ -280,6 +273,21 @@ class LLMEngine:
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
+    def _start_version(self, version: int) -> None:
+        # What is cached are keys and values of the old weights: a request that goes on reads its
+        # tokens again, unless its owner would rather have it quickly than have it right.
+        if self.config.in_flight == "keep":
+            resolve_name(_KEEP)(self._scheduler, self.version)
+        else:
+            self._scheduler.restart_all()
+        for seq in self._sequences.values():
+            seq.start_version()
+        self._blocks.flush(version)
+        self.version = version
+        self._num_repacks = self.model.num_repacks
+        self._metrics.num_weight_updates += 1
+        self._runner.refresh()  # last: if it fails, the version and the cache are true
+
     @property
     def is_current(self) -> bool:
         """True if the model holds the weights of `version`: nobody has changed them since."""
@@ -292,51 +300,70 @@ class LLMEngine:
                 "adopt_weights(version) when the change is complete"
             )
 
-    # -- adapters --------------------------------------------------------------------------------
+    def update_weights(
+        self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
+    ) -> None:
+        """Replace all weights by Hugging Face tensors, and drop every cache, but that of requests
+        in flight where `InferConfig.in_flight` keeps it; works asleep and
+        paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
+        finite, and then nothing was written: the old version goes on serving. With `is_finite` the
+        caller has looked at the values, which are not read once more."""
+        start = time.perf_counter()
+        resolve_name(_LOAD)(self.model, state, is_finite=is_finite)
+        self._start_version(version)
+        self._metrics.update_s += time.perf_counter() - start
 
     @property
     def adapters(self) -> list[str]:
         """The names that `SamplingParams.adapter` may give."""
-        return self._adapters.names
+        names: list[str] = self._desk.adapters.names
+        return names
 
-    def load_adapter(self, name: str, source: str | Path | Adapter) -> None:
+    def load_adapter(self, name: str, source: str | Path | Mapping[str, Any]) -> None:
         """Serve a LoRA adapter under `name`: a folder in PEFT's format, or tensors as
         `LoraAdapter.changes` gives them, which are copied. A name that is taken stands for the new
         one from now on, also for its requests in flight, whose cache is computed again; no other
         request notices. `ValueError` for one that does not fit, and then nothing changes."""
-        pool = self._adapters
-        mine = [seq for seq in self._sequences.values() if seq.params.adapter == name]
-        pool.load(name, source)
-        self._scheduler.restart(mine)
-        for seq in mine:
-            seq.adapter_key = pool.key(name)
-            seq.prompt_logps.clear()  # the old version's scores
-            seq.prompt_top_logps.clear()
+        self._desk.load_adapter(name, source, self._sequences.values(), self._scheduler)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` if there is none of that name, or a request in flight
         still needs it."""
-        self._adapters.check(name)
-        count = sum(seq.params.adapter == name for seq in self._sequences.values())
-        if name and count:
-            raise ValueError(
-                f"adapter={name!r}: {count} requests in flight use it; let them end or abort them"
-            )
-        self._adapters.unload(name)
+        self._desk.unload_adapter(name, self._sequences.values())
 
-    def _start_version(self, version: int) -> None:
-        if self.config.in_flight == "keep":
-            self._scheduler.keep_all(self.version)
-        else:
-            self._scheduler.restart_all()
-        for seq in self._sequences.values():
-            seq.prompt_logps.clear()  # the old weights' scores
-            seq.prompt_top_logps.clear()
-        self._blocks.flush(version)
-        self.version = version
-        self._num_repacks = self.model.num_repacks
-        self._metrics.num_weight_updates += 1
-        self._runner.refresh()  # last: if it fails, the version and the cache are true
+    # -- rest and figures ------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Give the cache's memory back. Requests keep their tokens and go on after `wake`; what
+        they had cached is computed again."""
+        self._scheduler.restart_all()
+        self._blocks.flush(self.version)
+        self._runner.sleep()
+        release_memory()  # a process that keeps its large buffers would keep this one too
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        if self.is_asleep:
+            release_memory()  # what the sleeper's neighbour has freed meanwhile
+            self._runner.wake()
+            self.is_asleep = False
+
+    def flush_cache(self) -> int:
+        """Forget the cached prompts, unless requests are in flight; how many of them are."""
+        if not self.num_unfinished:
+            self._blocks.flush(self.version)
+        return self.num_unfinished
+
+    def pause(self) -> None:
+        """Stop between steps; requests stay where they are."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished
 
     def metrics(self) -> dict[str, float]:
         """The totals of `Metrics`, and the state of queues and cache."""
@@ -356,61 +383,37 @@ class LLMEngine:
 
     def check(self) -> None:
         """Debug: assert the invariants of scheduler and block manager."""
-        self._scheduler.check()
+        resolve_name(_CHECK)(self._scheduler)
 
-    def room(self, num_prompt: int) -> int:
-        """Tokens that can be sampled after a prompt of that length; 0 or less: none."""
-        cache = self._blocks.num_blocks * self._blocks.block_size
-        return min(self.model.config.max_position_embeddings, cache) - num_prompt
 
-    def validate(
-        self, ids: Ids[int], params: SamplingParams, sampled: Output | None = None
-    ) -> None:
-        """`ValueError` for a request that could never run, or go on from what is `sampled`, naming
-        what and why."""
-        shape = self.model.config
-        self._check_params(params)
-        if len(ids) == 0:
-            raise ValueError("ids: empty prompt; give at least one token")
-        self._check_tokens("ids", ids)
-        total = len(ids) + params.max_tokens
-        if total > shape.max_position_embeddings:
-            raise ValueError(
-                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens}: the model has "
-                f"{shape.max_position_embeddings} positions; shorten one of them"
-            )
-        self._scheduler.check_fits(len(ids), params.max_tokens)
-        if sampled is not None:
-            self._make_sequence(ids, params, 0, sampled)
+def _plain_parts(model: Transformer, config: InferConfig) -> EngineParts:
+    """The parts for a dense model, whole, on a CPU."""
+    config, block_size = config.sized(), config.block_size
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = KVCache.blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
+    blocks = BlockManager(num_blocks, block_size, config.prefix_caching)
+    scheduler = BatchScheduler(blocks, config.max_batch_tokens, config.max_num_seqs)
+    layout = CacheLayout(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        populate=config.populate_cache,
+    )
+    return EngineParts(config, blocks, scheduler, ModelRunner(model, KVCache(model.config, layout)))
 
-    def _check_tokens(self, name: str, ids: Ids[int]) -> None:
-        vocab = self.model.config.vocab_size
-        ids = _integers(ids)
-        low, high = min(ids, default=0), max(ids, default=0)
-        if low < 0 or high >= vocab:
-            raise ValueError(
-                f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocab}"
-            )
 
-    def _check_params(self, params: SamplingParams) -> None:
-        self._adapters.check(params.adapter)
-        params.check_ids(self.model.config.vocab_size)
-        params.check_can_go_on(self._eos_ids)
-        if params.wants_text:
-            self._need_tokenizer("stop or detokenize")
-        if params.grammar is not None:
-            self._grammar_compiler().matcher(params.grammar)
-
-    def _need_tokenizer(self, what: str) -> ChatTokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what}: needs text; give the engine a tokenizer")
-        return self.tokenizer
-
-    def _grammar_compiler(self) -> GrammarCompiler:
-        if self._grammars is None:
-            tokenizer = self._need_tokenizer("grammar")
-            self._grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
-        return self._grammars
+def _take(
+    step: Step, result: RunnerOutput, scheduler: BatchScheduler, version: int
+) -> Iterator[tuple[Sequence, int, int]]:
+    """Append the tokens of a plain step to their sequences, one by one: each with how many it got,
+    and how many had been guessed."""
+    scheduler.commit(step)
+    sampled = [seq for seq in step.seqs if seq.num_uncomputed_tokens == 0]
+    rows = zip(sampled, result.tokens, result.logps, result.sampled_logps, strict=True)
+    for seq, token, logp, sampled_logp in rows:
+        seq.append(token, logp, version, sampled_logp)
+        yield seq, 1, 0
 
 
 def _integers(ids: Ids[int]) -> list[int]:
@@ -418,33 +421,6 @@ def _integers(ids: Ids[int]) -> list[int]:
         return [operator.index(token) for token in ids]
     except TypeError as error:
         raise ValueError(f"ids: must be integers: {error}") from error
-
-
-def _take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
-    """Give the log-probs of prompt tokens to their sequences. Call before the scheduler's `commit`,
-    which moves on where a sequence stands."""
-    done = 0
-    for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
-        count = len(seq.unscored(num_new))
-        seq.prompt_logps += scores[done : done + count]
-        if seq.params.top_logps:
-            seq.prompt_top_logps += tops[done : done + count]
-        done += count
-
-
-def _take_samples(seq: Sequence, result: RunnerOutput, row: int, version: int) -> int:
-    """Append the samples of `seq` that count; its rows of `result` start at `row`. Returns how many
-    there were: one, and one for each accepted draft."""
-    end = row
-    for draft in (*seq.drafts, None):
-        token = result.tokens[end]
-        if end in result.top:
-            seq.top_logps.append(result.top[end])
-        seq.append(token, result.logps[end], version, result.sampled_logps[end])
-        end += 1
-        if seq.finish_reason is not None or token != draft:
-            break
-    return end - row
 
 
 @dataclass

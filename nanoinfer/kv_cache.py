@@ -2,30 +2,17 @@
 
 `KVCache` owns the memory, of the size that a `CacheLayout` says; `PagedContext` is the
 `AttentionContext` of one step. What a CPU needs once a step (gather indices, masks) is planned here
-and used by all layers.
-
-A cache may hold fp8 (e4m3): half the bytes of bf16, a quarter of fp32. Its keys and values are
-rounded to 4 significant bits, so log-probs are no longer the trainer's: such a cache is for serving
-(`InferConfig.kv_cache_dtype`). e4m3 is a floating-point format, so a scale moves its range (2^-9 to
-448) and not its precision: a scale of 1 serves every model whose keys and values lie well inside,
-and is the default. A model with large biases in its key projection does not; `calibrated_scales`
-measures the range on one given text, one scale for the keys and one for the values of each layer,
-when the engine is made and after every weight update. Nothing depends on what is served, so a
-request's tokens are the same whatever ran before it. Scales are powers of two: dividing by them is
-exact, and two versions of the weights nearly always have the same.
+and used by all layers. A cache in fp8 is variants/fp8_cache.py.
 
 Left out: other attention than causal and windows; freeing the blocks that have left the windows of
-all layers (a sequence keeps its blocks to its end); scales by head or by token, scales stored in
-checkpoints.
+all layers (a sequence keeps its blocks to its end).
 Next: model_runner.py (who calls this), kernels/paged_attention.py (the attention itself).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -35,23 +22,8 @@ from kernels.attention_torch import Scratch
 from kernels.cpp.ops import QueryTiles
 from kernels.kv_cache import cache_rows, index_dtype, keys_in_runs
 from kernels.paged_attention import PagedPlan
-from nanoengine.model.attention import AttentionContext, PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
-from nanoinfer.config import CacheKind
-
-HEADROOM = 4.0
-"""A served text may have keys this much larger than the measured one before they saturate."""
-
-
-def cache_dtype(kind: CacheKind, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a cache of that kind stores."""
-    if kind not in get_args(CacheKind):
-        raise ValueError(
-            f"kv_cache_dtype={kind!r}: must be one of {', '.join(get_args(CacheKind))}"
-        )
-    return torch.float8_e4m3fn if kind == "fp8" else model_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,34 +35,30 @@ class CacheLayout:
 
     num_blocks: int
     block_size: int
-    dtype: torch.dtype
-    """The model's; `cache_dtype` says what is stored."""
+    dtype: torch.dtype  # the model's
     device: str = "cpu"
-    tp: int = 1
-    """Ranks that share the key heads; each has a cache of its own heads."""
-    kind: CacheKind = "auto"
+    tp: int = 1  # ranks that share the key heads; each has a cache of its own heads
     has_padding_block: bool = False
     """One block more, the last, that belongs to no sequence: rows of padding are written there
-    (cuda_graph.py)."""
+    (gpu/cuda_graph.py)."""
     populate: bool = False
     """Take a CPU's memory at once, not as it fills."""
 
 
 class KVCache:
     """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim]. What
-    `data` holds of a block's keys may lie in another order: `layers` says how they are read.
+    `data` holds of a block's keys may lie in another order: `layers` says how they are read."""
 
-    A cache of fp8 holds k / scale and v / scale, `scales` [layers, 2] in fp32; they are read by
-    address (CUDA graphs), so change them in place, and only while no block is in use.
-    """
-
-    def __init__(self, config: ModelConfig, layout: CacheLayout) -> None:
+    def __init__(
+        self, config: ModelConfig, layout: CacheLayout, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` is what is stored, if not in the model's own."""
         heads = config.num_kv_heads // layout.tp
         size = layout.num_blocks + layout.has_padding_block
         self._shape = (config.num_layers, 2, size, layout.block_size, heads, config.head_dim)
         self.num_heads = config.num_heads // layout.tp  # of the queries
         self.model_dtype = layout.dtype
-        self.dtype = cache_dtype(layout.kind, layout.dtype)
+        self.dtype = layout.dtype if dtype is None else dtype
         self.num_blocks = layout.num_blocks
         self.padding_block = layout.num_blocks if layout.has_padding_block else None
         self.block_size = layout.block_size
@@ -98,10 +66,6 @@ class KVCache:
         self.blocks_per_seq = min(longest, layout.num_blocks)
         self._device = layout.device
         self._populate = layout.populate
-        self.scales: Tensor | None = None
-        if self.dtype.itemsize == 1:
-            # 16 bytes apart: Triton compiles a kernel again for pointers that are not aligned so
-            self.scales = torch.ones(config.num_layers, 2, 4, device=layout.device)[:, :, 0]
         self.allocate()
 
     def allocate(self) -> None:
@@ -109,6 +73,8 @@ class KVCache:
         self.data = make_kv_cache(self._shape, self.dtype, self._device)
         if self._populate:
             self.data.view(index_dtype(self.dtype)).zero_()
+        # The kernels multiply a query by as many keys at once as the processor has lanes, so keys
+        # lie as those read them. The memory is the same, only its shape is another.
         self.layers: list[tuple[Tensor, Tensor]] = [
             (keys_in_runs(kv[0]), kv[1]) for kv in self.data
         ]
@@ -133,10 +99,8 @@ class KVCache:
         data.index_copy_(2, targets, data.index_select(2, sources))
 
     def layer_scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """The scales of a layer's keys and values; None for a cache that is not fp8."""
-        if self.scales is None:
-            return None, None
-        return self.scales[layer, 0], self.scales[layer, 1]
+        """The scales of a layer's keys and values: none, they are stored as they are."""
+        return None, None
 
     @staticmethod
     def bytes_per_block(
@@ -200,17 +164,11 @@ class PagedContext:
             self._rows = cache_rows(slots_T, values)
 
     @classmethod
-    def of_step(
-        cls, cache: KVCache, step: StepInput, *, batch_invariant: bool = False
-    ) -> PagedContext:
+    def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
+        """The attention of a step on a CPU."""
         longest = max(b - a for a, b in pairwise(step.query_starts))
-        starts: Tensor | list[int] = step.starts
-        lens: Tensor | list[int] = step.lens
-        if cache.data.device.type == "cpu":
-            starts, lens = step.query_starts, step.seq_lens
-        tables, limit = step.block_tables, max(step.seq_lens)
-        where = (step.slots_T, starts, lens, tables, longest, limit)
-        return cls(cache, *where, batch_invariant=batch_invariant)
+        where = (step.slots_T, step.query_starts, step.seq_lens, step.block_tables)
+        return cls(cache, *where, longest, max(step.seq_lens))
 
     @property
     def native(self) -> tuple[Tensor, QueryTiles] | None:
@@ -253,47 +211,3 @@ class PagedContext:
             plan=self._plan,
             batch_invariant=self._batch_invariant,
         )
-
-
-class _Extremes:
-    """An attention context that notes the largest key and value of each layer."""
-
-    def __init__(self, context: AttentionContext, num_layers: int) -> None:
-        self._context = context
-        self.largest = torch.zeros(num_layers, 2)  # on the host: read once a layer, not in serving
-
-    def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        for i, x in enumerate((k_TKD, v_TKD)):
-            self.largest[layer, i] = x.abs().amax()
-        return self._context.attend(
-            layer, q_THD, k_TKD, v_TKD, scale=scale, window=window, sinks=sinks
-        )
-
-
-@torch.inference_mode()
-def calibrated_scales(model: Transformer, ids: Sequence[int]) -> Tensor:
-    """[layers, 2] in fp32: the smallest powers of two that hold the keys and values of `ids`
-    `HEADROOM` times over. Each tensor-parallel rank measures its own heads."""
-    shape = model.config
-    if min(ids) < 0 or max(ids) >= shape.vocab_size or len(ids) > shape.max_position_embeddings:
-        raise ValueError(
-            f"kv_calibration_ids: {len(ids)} ids from {min(ids)} to {max(ids)}; must be at most "
-            f"{shape.max_position_embeddings} of a vocabulary of {shape.vocab_size}"
-        )
-    device = str(model.device)
-    plain = PackedContext.from_lengths([len(ids)], device)
-    context = _Extremes(plain, shape.num_layers)
-    model(torch.tensor(ids, device=device), packed_positions([len(ids)]).to(device), context)
-    limit = torch.finfo(torch.float8_e4m3fn).max / HEADROOM
-    exponents = (context.largest / limit).log2().ceil()
-    return torch.where(context.largest > 0, exponents.exp2(), 1.0)

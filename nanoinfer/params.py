@@ -6,18 +6,17 @@ Options of the engine itself are in config.py; how a token is drawn from them, i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Literal, get_args
+from pkgutil import resolve_name
+from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 LogpsMode = Literal["tempered", "raw"]
 
-MAX_BIAS = 100.0  # as in the OpenAI API; finite, so that no bias can leave nothing to sample
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # logits over it stay far inside fp32
-MAX_REPETITION = 100.0  # and its inverse
-MAX_TOP_K = 2**31 - 1  # an int32 on a GPU
+_CHECKS = "nanoinfer.options.param_checks"
 _GOLDEN = 0x9E3779B97F4A7C15
 _U64 = (1 << 64) - 1
 
@@ -34,14 +33,7 @@ class Grammar:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(GrammarKind):
-            raise ValueError(
-                f"grammar kind={self.kind!r}: one of {', '.join(get_args(GrammarKind))}"
-            )
-        if self.kind == "choice" and (not self.choices or not all(self.choices)):
-            raise ValueError(f"choices={self.choices}: give at least one text, none of them empty")
-        if self.kind != "choice" and not self.value:
-            raise ValueError(f"grammar {self.kind}: value is empty; give the {self.kind}")
+        resolve_name(f"{_CHECKS}:check_grammar")(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,113 +79,25 @@ class SamplingParams:
             object.__setattr__(self, name, int(value))  # numpy's would wrap or overflow later
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens}: must be from 0 (off) to "
-                f"max_tokens={self.max_tokens}"
-            )
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={self.temperature}: must be 0 (greedy) or between "
                 f"{MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
             )
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or from 1 to {MAX_TOP_K}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
-        if not 1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be between "
-                f"{1 / MAX_REPETITION:g} and {MAX_REPETITION:g}; 1 is off"
-            )
         if self.n < 1:
             raise ValueError(f"n={self.n}: must be at least 1")
-        if self.top_logps < 0:
-            raise ValueError(f"top_logps={self.top_logps}: must be 0 (off) or positive")
-        if self.logps_mode not in get_args(LogpsMode):
-            raise ValueError(
-                f"logps_mode={self.logps_mode!r}: one of {', '.join(get_args(LogpsMode))}"
-            )
-        self._check_edits()
+        if not self.is_plain:
+            resolve_name(f"{_CHECKS}:check_params")(self)
 
-    def _check_edits(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -MAX_BIAS <= value <= MAX_BIAS:
-                raise ValueError(
-                    f"{name}={value}: must be between -{MAX_BIAS:.0f} and {MAX_BIAS:.0f}"
-                )
-        for token, bias in self.logit_bias.items():
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise ValueError(
-                    f"logit_bias[{token}]={bias}: must be between -{MAX_BIAS:.0f} and "
-                    f"{MAX_BIAS:.0f}; to forbid a token use allowed_token_ids"
-                )
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids=(): allows nothing; give one token or None")
-        if self.allowed_token_ids is not None and self.grammar is not None:
-            raise ValueError(
-                "allowed_token_ids and grammar: together they may allow nothing; give one of them"
-            )
-        if self.min_tokens and self.grammar is not None:
-            raise ValueError(
-                f"min_tokens={self.min_tokens}: a grammar says where an answer ends; put its "
-                "length into the grammar"
-            )
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop={self.stop!r}: must be a tuple of texts, none of them empty")
-
-    def check_ids(self, vocab_size: int) -> None:
-        """`ValueError` for a token that the model does not have."""
-        for name, named in (
-            ("logit_bias", self.logit_bias),
-            ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
-            for token in named:
-                if not isinstance(token, Integral):
-                    raise ValueError(f"{name}: token {token!r} must be an integer")
-                if not 0 <= token < vocab_size:
-                    raise ValueError(
-                        f"{name}: token {token} is outside the vocabulary of {vocab_size}"
-                    )
+    @property
+    def is_plain(self) -> bool:
+        """True for a draw from the whole distribution that ends by its length or by a token."""
+        asked = ((name, value) for name, value in vars(self).items() if name not in _PLAIN)
+        return all(value == _DEFAULTS[name] for name, value in asked)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end the completion, with a model's own."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
-
-    def check_can_go_on(self, eos_ids: Iterable[int]) -> None:
-        """`ValueError` where only tokens that end the completion are allowed before it may end."""
-        allowed = self.allowed_token_ids
-        if self.min_tokens and allowed is not None and self.stop_ids(eos_ids) >= set(allowed):
-            raise ValueError(
-                f"min_tokens={self.min_tokens}: allowed_token_ids has no token that does not end "
-                "the answer; add one"
-            )
-
-    @property
-    def logps_temperature(self) -> float:
-        """The temperature of the reported log-probs; 0 stands for 1, too."""
-        return 1.0 if self.logps_mode == "raw" else self.temperature
-
-    @property
-    def is_edited(self) -> bool:
-        """True where logits are changed before the temperature."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.grammar is not None
-            or self.min_tokens
-        )
-
-    @property
-    def wants_text(self) -> bool:
-        return self.detokenize or bool(self.stop)
 
     def members(self, place: int = 0) -> list[SamplingParams]:
         """The `n` requests this one stands for. `place` is that of the prompt among those that
@@ -205,6 +109,10 @@ class SamplingParams:
         places = range(place * self.n, (place + 1) * self.n)
         seeds = [(self.seed + i * _GOLDEN) & _U64 if i else self.seed for i in places]
         return [replace(self, n=1, seed=seed) for seed in seeds]
+
+
+_PLAIN = ("max_tokens", "temperature", "seed", "n", "stop_token_ids", "ignore_eos")
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams)} | {"logit_bias": {}}
 
 
 @dataclass(kw_only=True)
@@ -241,43 +149,3 @@ class Output:
     as `logps`; all by one version of the weights, the latest under which the request ran."""
     prompt_top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest at the positions of `prompt_logps`, where both were asked for."""
-
-    def then(self, rest: Output) -> Output:
-        """This output, which was cut short, with the `rest` of a request that went on from it."""
-        return replace(
-            rest,
-            ids=self.ids + rest.ids,
-            logps=self.logps + rest.logps,
-            versions=self.versions + rest.versions,
-            cache_versions=self.cache_versions + rest.cache_versions,
-            top_logps=self.top_logps + rest.top_logps,
-            sampled_logps=self.sampled_logps + rest.sampled_logps,
-            num_cached_tokens=self.num_cached_tokens,
-        )
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Output:
-        """The output that `dataclasses.asdict` and JSON have made lists of. `ValueError` for
-        anything else."""
-        known = cls.__dataclass_fields__
-        for name, value in given.items():
-            if name not in known:
-                raise ValueError(f"output.{name}: unknown; choose from {', '.join(known)}")
-            if isinstance(getattr(cls(), name), list) and not isinstance(value, list):
-                raise ValueError(f"output.{name}: must be a list, not {type(value).__name__}")
-        try:
-            columns: dict[str, list[Any]] = {
-                name: [[(int(token), float(logp)) for token, logp in row] for row in given[name]]
-                for name in ("top_logps", "prompt_top_logps")
-                if name in given
-            }
-            for name, kind in (
-                ("ids", int),
-                ("versions", int),
-                ("cache_versions", int),
-                ("logps", float),
-            ):
-                columns[name] = [kind(value) for value in given.get(name, ())]
-            return cls(**{**given, **columns})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"output: {error}") from error

@@ -2,8 +2,7 @@
 
 A step has a budget of tokens. First what runs is served, and reserves its blocks: every sequence
 that decodes (one token each), then unfinished prefills in the order of rank, cut into chunks where
-the budget ends. What is left is filled with requests that wait, and last with guesses at what
-decoding sequences will sample (speculative.py); nobody waits or is preempted for a guess.
+the budget ends. What is left is filled with requests that wait.
 A request whose prefix a running sequence is computing right now waits for it instead of computing
 it again: so the shared prompt of a group is prefilled once.
 
@@ -12,7 +11,7 @@ the last in rank (which starts over later, its tokens kept), and the first is ne
 is priority, then arrival; a waiting request also takes the place of a running one whose priority
 is strictly lower, so a stream of urgent requests can starve the others.
 
-Left out: fairness between users, deadlines.
+Left out: fairness between users, deadlines. Steps with guessed tokens are variants/speculative.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field
 
 from nanoinfer.block_manager import BlockManager, Match
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
 
 
 @dataclass
@@ -34,8 +32,9 @@ class Step:
     computes one token of `a` and a chunk of 40 tokens of `b`'s prompt."""
 
     seqs: list[Sequence] = field(default_factory=list)
-    num_scheduled_tokens: list[int] = field(default_factory=list)  # of each, its drafts included
+    num_scheduled_tokens: list[int] = field(default_factory=list)  # of each
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before it
+    is_plain: bool = True  # no request asks for more than tokens, and none is guessed
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +43,7 @@ class Step:
     def add(self, seq: Sequence, num_tokens: int) -> None:
         self.seqs.append(seq)
         self.num_scheduled_tokens.append(num_tokens)
+        self.is_plain &= seq.is_plain
 
     def drop_preempted(self) -> None:
         """Take out sequences that have lost their row since they were added."""
@@ -62,13 +62,7 @@ def _by_rank(seq: Sequence) -> tuple[int, int]:
 class BatchScheduler:
     """Queues of one engine. `rows` of the batch are given out here, one a running sequence."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_batch_tokens: int,
-        max_num_seqs: int,
-        drafter: Drafter,
-    ) -> None:
+    def __init__(self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int) -> None:
         if not 1 <= max_num_seqs <= max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens={max_batch_tokens}: must be at least max_num_seqs="
@@ -77,7 +71,6 @@ class BatchScheduler:
             )
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
-        self.drafter = drafter
         self.waiting: list[Sequence] = []  # both by rank
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -113,7 +106,6 @@ class BatchScheduler:
         self._reserve_prefills(step)
         # Fill the rest of the budget and of the idle blocks; from here on nobody is preempted.
         self._admit(step)
-        self._draft(step)
         return step
 
     def _make_way(self) -> None:
@@ -178,28 +170,6 @@ class BatchScheduler:
         for place in reversed(admitted):  # the queue may be long, and these are its first
             del self.waiting[place]
 
-    def _draft(self, step: Step) -> None:
-        """Lengthen decodes by guesses."""
-        if self.drafter.max_drafts == 0:
-            return
-        budget = self.max_batch_tokens - step.num_tokens
-        for i, seq in enumerate(step.seqs):
-            if seq.num_uncomputed_tokens > 1 or seq.edits is not None:
-                continue
-            # the last token that may be sampled is never computed
-            limit = min(budget, self._idle_room(seq), seq.max_len - len(seq.ids) - 1)
-            seq.drafts = self.drafter.draft(seq, limit, len(step.seqs))
-            has_room = self.blocks.extend(seq, len(seq.ids) + len(seq.drafts))
-            assert has_room, "idle_room promised blocks"
-            step.num_scheduled_tokens[i] += len(seq.drafts)
-            budget -= len(seq.drafts)
-
-    def _idle_room(self, seq: Sequence) -> int:
-        """Tokens after `seq.ids` for which there are blocks, one being left for each running
-        sequence."""
-        num_idle = max(0, self.blocks.num_free - len(self.running))
-        return (len(seq.block_table) + num_idle) * self.blocks.block_size - len(seq.ids)
-
     def _start(self, seq: Sequence, match: Match, num_tokens: int, step: Step) -> None:
         copy = self.blocks.take_match(seq, match)
         if copy is not None:
@@ -241,13 +211,13 @@ class BatchScheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence but its tokens; it will be prefilled again."""
         self.num_preemptions += 1
-        self._stop(seq)
+        self.stop(seq)
         insort(self.waiting, seq, key=_by_rank)
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished or aborted sequence out."""
         if seq.row >= 0:
-            self._stop(seq)
+            self.stop(seq)
         else:
             del self.waiting[bisect_left(self.waiting, seq.rank, key=_by_rank)]
 
@@ -258,62 +228,24 @@ class BatchScheduler:
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Send these sequences back to the queue, those of them that run."""
         for seq in [seq for seq in sequences if seq.row >= 0]:
-            self._stop(seq)
+            self.stop(seq)
             insort(self.waiting, seq, key=_by_rank)
 
-    def keep_all(self, version: int) -> None:
-        """Let running sequences go on with what they have cached, though the weights changed from
-        those of `version`; but those whose prompt is scored are sent back, since all its scores are
-        to be of one version."""
-        self.restart([seq for seq in self.running if seq.params.prompt_logps])
-        for seq in self.running:
-            self.end_prefill(seq)  # nobody waits for a prefix that cannot be shared
-            seq.keeps_old_cache = True
-            if seq.oldest_version is None:
-                seq.oldest_version = version
-
-    def _stop(self, seq: Sequence) -> None:
+    def stop(self, seq: Sequence) -> None:
+        """Take its row and its blocks from a running sequence."""
         self.end_prefill(seq)
-        self.drafter.forget(seq)
         self.running.remove(seq)
         self._free_rows.append(seq.row)
         self.blocks.commit(seq)
         self.blocks.release(seq)
 
     def commit(self, step: Step) -> None:
-        """The step ran: its tokens are in the cache; whether the drafts are any of its own is not
-        known yet. Call before sampled tokens are appended."""
+        """The step ran: its tokens are in the cache. Call before sampled tokens are appended."""
         size = self.blocks.block_size
         for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
-            num_known = num_new - len(seq.drafts)
-            seq.num_computed_tokens += num_known
-            if num_known > 1 or seq.pending_keys or seq.num_computed_tokens % size == 0:
+            seq.num_computed_tokens += num_new
+            # A decode changes what can be shared only where it fills a block.
+            if num_new > 1 or seq.pending_keys or seq.num_computed_tokens % size == 0:
                 self.blocks.commit(seq)
                 if seq.num_uncomputed_tokens == 0:
                     self.end_prefill(seq)
-
-    def accept(self, seq: Sequence, num_accepted: int) -> None:
-        """The first `num_accepted` drafts have become tokens of `seq`. What the cache holds of the
-        others is overwritten when those positions are computed."""
-        seq.drafts = []
-        seq.num_computed_tokens += num_accepted
-        size = self.blocks.block_size
-        if seq.num_computed_tokens // size > seq.num_committed_tokens // size:
-            self.blocks.commit(seq)
-
-    def check(self) -> None:
-        """Debug: assert every invariant of queues and blocks."""
-        self.blocks.check([*self.running, *self.waiting])
-        assert all(seq.row >= 0 for seq in self.running), "a running sequence has no row"
-        assert all(s.row < 0 and not s.block_table for s in self.waiting), (
-            "a waiting one holds some"
-        )
-        rows = [seq.row for seq in self.running] + self._free_rows
-        assert len(rows) == len(set(rows)), "a row was given out twice"
-        for queue in (self.waiting, self.running):
-            assert queue == sorted(queue, key=_by_rank), "a queue is not in the order of rank"
-            assert not any(seq.drafts for seq in queue), "a draft outlived its step"
-        owners = {seq.handle for seq in self.running if seq.pending_keys}
-        assert self._prefilling == owners, "prefilling sequences"
-        assert set(self._pending.values()) <= owners, "a block is computed by nobody"
-        self.drafter.check(self.running)

@@ -30,8 +30,8 @@ from nanoengine.plan.footprint import (
     Plan,
     rank_memory,
 )
+from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
 from nanorl.reference_names import parse_references

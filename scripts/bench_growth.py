@@ -129,10 +129,9 @@ def step_seconds(num_waiting: int) -> float:
     from nanoinfer.params import SamplingParams
     from nanoinfer.scheduler import BatchScheduler
     from nanoinfer.sequence import Sequence as Request
-    from nanoinfer.speculative import Drafter
 
     blocks = BlockManager(RUNNING * (2 * PROMPT + QUEUE_STEPS) // 16, 16, True)
-    scheduler = BatchScheduler(blocks, PROMPT + RUNNING, RUNNING, Drafter(0, 16, False))
+    scheduler = BatchScheduler(blocks, PROMPT + RUNNING, RUNNING)
     params = SamplingParams(max_tokens=PROMPT, ignore_eos=True)
     for handle, prompt in enumerate(prompts_of(num_waiting + QUEUE_STEPS + RUNNING, PROMPT)):
         scheduler.add(Request(handle, prompt, params))

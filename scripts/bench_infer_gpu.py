@@ -46,8 +46,9 @@ from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import KVCache, cache_dtype
+from nanoinfer.kv_cache import KVCache
 from nanoinfer.params import SamplingParams
+from nanoinfer.variants.fp8_cache import cache_dtype
 
 Row = dict[str, Any]
 KINDS: tuple[CacheKind, ...] = ("auto", "fp8")

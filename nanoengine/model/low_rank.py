@@ -2,8 +2,8 @@
 
 It is in fp32 (fp64 over fp64) whatever the model's dtype, by the packed product whose rows do not
 depend on the batch, and y is rounded once for each module. Inference engines add what requests name
-(nanoinfer/adapters.py); over an int8 base, which nothing can be merged into, trainer and rollout
-engine add the trained adapter with these lines, so that both have the same bits.
+(nanoinfer/variants/adapters.py); over an int8 base, which nothing can be merged into, trainer and
+rollout engine add the trained adapter with these lines, so that both have the same bits.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from nanoinfer.chat.named import MistralParser
 from nanoinfer.chat.reading import written_arguments
 from nanoinfer.chat.reply import ReplyReader, mark_tokens, spoken_ids
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Output
 from nanoinfer.server.tool_calls import parse_call
-from nanoinfer.text import TextStream
 
 MAX_FORMS = 32  # lists of tools that are kept
 

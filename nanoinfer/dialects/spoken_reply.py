@@ -16,8 +16,8 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.reply import ReplyStream, opened_reasoning
 from nanoinfer.dialects.exchange import ApiCall, ApiReply
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Output
-from nanoinfer.text import TextStream
 
 
 class SpokenReply:

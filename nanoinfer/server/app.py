@@ -42,6 +42,7 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
 from nanoinfer.llm import LLM
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.about_routes import AboutRoutes
 from nanoinfer.server.access import Access, read_key, require_key
@@ -83,7 +84,6 @@ from nanoinfer.server.rl_routes import RlRoutes, WeightDir
 from nanoinfer.server.served_model import ServedModel
 from nanoinfer.server.sglang_generate import SglangGenerate, SglangGenerator
 from nanoinfer.server.text_routes import TextRoutes
-from nanoinfer.streams import StreamChunk
 
 LOG = logging.getLogger("nanoinfer.http")
 OPEN_ROUTES = frozenset({"/", "/health"})  # a browser that opens the page has no key yet

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.http_io import ApiError, Emit, EventStream, while_connected
 from nanoinfer.server.prometheus import HttpMetrics
-from nanoinfer.streams import StreamChunk
 
 Event = dict[str, Any]
 OnChunk = Callable[["CompletionJob", StreamChunk], Awaitable[None]]

@@ -33,6 +33,7 @@ from nanoinfer.dialects.exchange import (
 )
 from nanoinfer.dialects.spoken_reply import SpokenReply
 from nanoinfer.dialects.sse import NamedEventStream
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.http_io import (
@@ -47,7 +48,6 @@ from nanoinfer.server.http_io import (
 )
 from nanoinfer.server.kept_answers import KeptAnswers
 from nanoinfer.server.served_model import ServedModel
-from nanoinfer.streams import StreamChunk
 
 
 class DialectRoutes:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, model_validator
 
+from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
 from nanoinfer.server.chat_messages import ChatMessage, NamedTool, OfferedTool, Text
 from nanoinfer.server.grammar_fields import GrammarFields
@@ -364,7 +365,7 @@ class TokenGenerate(StrictBody):
 
     def part(self) -> Output | None:
         """`sampled` as the engine reads it."""
-        return None if self.sampled is None else Output.from_json(self.sampled)
+        return None if self.sampled is None else output_from_json(self.sampled)
 
 
 _OUR_NAMES = {

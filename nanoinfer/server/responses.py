@@ -22,13 +22,13 @@ from nanoinfer.chat.reply import (
     opened_reasoning,
     spoken_ids,
 )
+from nanoinfer.options.streams import StreamChunk
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Output
 from nanoinfer.server.prompt_scores import prompt_scores, with_top, without_answer
 from nanoinfer.server.requests import ChatCompletion, Completion
 from nanoinfer.server.token_text import TextOffsets, token_bytes, token_names
 from nanoinfer.server.tool_calls import FunctionCall, function_call, parse_call
-from nanoinfer.streams import StreamChunk
-from nanoinfer.text import TextStream
 
 if TYPE_CHECKING:  # it imports the dialects, which write with this module
     from nanoinfer.chat.form import ChatForm

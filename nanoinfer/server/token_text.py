@@ -4,7 +4,7 @@ A token is bytes, and those of some are no text: half of a character, or one byt
 falls back to. The tokenizer's piece says which they are: GPT-2's alphabet has one character for
 each byte, SentencePiece writes `<0xE4>`. SentencePiece's pieces also begin words with `▁`, which
 decoding drops at the start of a text; beside other tokens it is a space.
-Left out: what several tokens are together (nanoinfer/text.py).
+Left out: what several tokens are together (nanoinfer/options/text.py).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.call_params import call_grammar, check_stop
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
+from nanoinfer.options.outputs import joined
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.completions import check_grammar_size
 from nanoinfer.server.config import HttpLimits
@@ -378,7 +379,7 @@ class Recording:
                 min_tokens=max(0, params.min_tokens - len(so_far)),
             )
             output = await self._generator.generate(ids + so_far, rest)
-            whole = output if whole is None else whole.then(output)
+            whole = output if whole is None else joined(whole, output)
             if output.finish_reason != "abort":
                 return whole
             if params.grammar is not None:  # it would begin again in the middle of a text

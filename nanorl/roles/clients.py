@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from nanoinfer.led_engine import RanksLost
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.led_engine import RanksLost
 from nanorl.roles.replica import Replica
 from nanosched import ActorHandle, TaskError, WorkerDied
 

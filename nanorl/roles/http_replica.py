@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 from nanorl.bounds import check_number
 from nanorl.roles.clients import ReplicaLost
@@ -86,7 +87,7 @@ class HttpReplica:
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return sampled if sampled is not None else Output(finish_reason="abort")
-        return Output.from_json(answer["choices"][0]["output"])
+        return output_from_json(answer["choices"][0]["output"])
 
     async def load_weights(self, receiver: WeightReceiver, offer: Offer) -> float:
         """As of `Replica`; the offer must be of a folder that the server can read."""

@@ -23,6 +23,7 @@ from http import HTTPStatus
 from time import perf_counter
 from typing import Any, ClassVar
 
+from nanoinfer.options.param_checks import is_edited
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
 from nanorl.roles.http_replica import HttpReplica, ServerRefusedError
@@ -184,7 +185,7 @@ def version_of(label: object, url: str) -> int:
 def is_untouched(params: SamplingParams) -> bool:
     """Whether tokens are drawn from the tempered distribution itself."""
     is_cut = params.top_k != 0 or params.top_p != 1 or params.min_p != 0
-    return not (is_cut or params.is_edited)
+    return not (is_cut or is_edited(params))
 
 
 def shared_params(params: SamplingParams) -> dict[str, Any]:

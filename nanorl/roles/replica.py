@@ -37,8 +37,8 @@ from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.led_engine import LedEngine, follow
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.shared_folder import require_folder
 from nanorl.weights.offer import Offer, WeightReceiver

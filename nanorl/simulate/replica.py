@@ -24,7 +24,6 @@ from nanoinfer.block_manager import BlockManager
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
 from nanorl.simulate.config import EngineTimes
 
 REAL_BLOCK = 16
@@ -87,9 +86,7 @@ class SimulatedReplica:
         block_size = max(1, REAL_BLOCK // quantum)
         num_blocks = max(1, times.cache_tokens // (quantum * block_size))
         self._blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = BatchScheduler(
-            self._blocks, times.max_batch_tokens, times.max_num_seqs, Drafter(0)
-        )
+        self.scheduler = BatchScheduler(self._blocks, times.max_batch_tokens, times.max_num_seqs)
         self._sizes, self._cores = sizes, cores
         self._requests: dict[int, _Request] = {}
         self._gone: list[Sequence] = []  # whose callers were cancelled

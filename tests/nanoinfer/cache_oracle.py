@@ -13,10 +13,9 @@ import torch
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import StepInput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.model_runner import RunnerOutput
 
 VOCAB = 7
 _MASK = (1 << 61) - 1

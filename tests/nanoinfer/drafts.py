@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sequence import Sequence
-from nanoinfer.speculative import Drafter
+from nanoinfer.variants.speculative import Drafter, DraftingScheduler
 
 
 class PlantedDrafter(Drafter):
@@ -39,4 +39,5 @@ class PlantedDrafter(Drafter):
 
 
 def plant(engine: LLMEngine, drafter: Drafter) -> None:
-    engine._scheduler.drafter = drafter
+    sizes = engine.config.max_batch_tokens, engine.config.max_num_seqs
+    engine._scheduler = DraftingScheduler(engine._blocks, *sizes, drafter)

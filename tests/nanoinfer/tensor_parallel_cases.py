@@ -18,8 +18,8 @@ from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.led_engine import LedEngine, RanksLost, follow
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.led_engine import LedEngine, RanksLost, follow
 
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 211, (n,), generator=GENERATOR).tolist() for n in (2, 17, 40, 16, 33)]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import VOCAB, make_text_engine, make_tokenizer
 
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.options.logit_edits import LogitEdits
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Grammar, SamplingParams
-from nanoinfer.text import TextStream
 
 TOKENIZER = make_tokenizer()
 (EOS,) = TOKENIZER.eos_ids

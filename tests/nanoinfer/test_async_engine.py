@@ -8,8 +8,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoengine.model.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import RunnerOutput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.params import SamplingParams
 
 Scenario = Callable[[AsyncEngine, CacheRunner], Awaitable[None]]

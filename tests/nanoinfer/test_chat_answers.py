@@ -16,10 +16,10 @@ from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.reply import mark_tokens, opened_reasoning
 from nanoinfer.dialects import ChatDialect, MessagesDialect, ResponsesDialect
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import Output
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import ChatFormat
-from nanoinfer.streams import StreamChunk
 
 CHAT = [{"role": "user", "content": "a"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

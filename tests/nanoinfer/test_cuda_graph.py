@@ -19,9 +19,10 @@ from kernels.kv_cache import key_rows
 from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import StepInput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.config import InferConfig
-from nanoinfer.cuda_graph import (
+from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import (
     Capture,
     CudaCapture,
     StaticDecode,
@@ -30,10 +31,10 @@ from nanoinfer.cuda_graph import (
     ladder,
     run_plainly,
 )
-from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import CacheLayout, KVCache
-from nanoinfer.model_runner import ModelRunner, RunnerOutput
+from nanoinfer.kv_cache import CacheLayout
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.fp8_cache import make_cache
+from nanoinfer.variants.full_runner import FullRunner
 
 SHAPE = "qwen3-bias"
 GENERATOR = torch.Generator().manual_seed(4)
@@ -63,12 +64,11 @@ def make_static(
         num_blocks=engine._blocks.num_blocks,
         block_size=engine.config.block_size,
         dtype=model.dtype,
-        kind=engine.config.kv_cache_dtype,
         has_padding_block=True,
     )
-    cache = KVCache(model.config, layout)
+    cache = make_cache(model.config, layout, engine.config.kv_cache_dtype)
     decode = StaticDecode(model, cache, engine.config.max_num_seqs, capture)
-    engine._runner = ModelRunner(model, cache, decode=decode)
+    engine._runner = FullRunner(model, cache, decode=decode)
     return engine, decode
 
 
@@ -254,7 +254,7 @@ def test_a_cpu_has_no_graphs(folder: Path) -> None:
     model = load_model(folder)
     assert not can_capture(model)
     engine = LLMEngine(model, config(cuda_graphs=True))
-    assert engine._runner.decode is None
+    assert not isinstance(engine._runner, FullRunner)
     assert engine._runner.cache.data.shape[2] == 80  # and no block for padding
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from test_sampler import batch, chi_square
 
-from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.logit_edits import EditPlan, LogitEdits
+from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
+from nanoinfer.options.asked_sampling import sample, top_logps
+from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
-from nanoinfer.sampler import sample, top_logps
 
 VOCAB = 77  # no multiple of 32: the last word of a bitmask is cut
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from cache_oracle import CacheRunner, make_engine, replay, run_all
 
-from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import RunnerOutput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.params import SamplingParams
 
 

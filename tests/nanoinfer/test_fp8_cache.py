@@ -20,8 +20,8 @@ from nanoengine.model.hf import load_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import calibrated_scales
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.fp8_cache import calibrated_scales
 
 SHAPE = "llama-bias"
 FP8 = torch.float8_e4m3fn

@@ -18,11 +18,11 @@ from tiny_text import save_folder
 
 from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
-from nanoinfer import model_runner
 from nanoinfer.config import CacheKind, InferConfig
-from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import run_plainly
 from nanoinfer.params import SamplingParams
+from nanoinfer.variants import full_runner, parts
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7, 8, 9, 14, 15]]
 REQUESTS = {
@@ -43,7 +43,7 @@ REQUESTS = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr(model_runner, "CudaCapture", lambda device: run_plainly)
+    monkeypatch.setattr(parts, "CudaCapture", lambda device: run_plainly)
     with fake_gpu() as gpu:
         yield gpu
 
@@ -191,13 +191,13 @@ def test_the_server_answers_from_a_gpu(
 
 
 def test_logits_that_travel_are_found(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = model_runner.sample_on_device
+    draw = full_runner.sample_on_device
 
     def by_the_cpu(logits_SV: torch.Tensor, asked: Any) -> Any:
         logits_SV.cpu()
         return draw(logits_SV, asked)
 
-    monkeypatch.setattr(model_runner, "sample_on_device", by_the_cpu)
+    monkeypatch.setattr(full_runner, "sample_on_device", by_the_cpu)
     with pytest.raises(AssertionError, match="download"):
         run_watched(gpu, make_engine(), [SamplingParams(max_tokens=6)] * 3)
 
@@ -205,13 +205,13 @@ def test_logits_that_travel_are_found(gpu: FakeCuda, monkeypatch: pytest.MonkeyP
 def test_a_host_that_reads_a_length_is_found(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = model_runner.ModelRunner._hidden
+    hidden = full_runner.FullRunner.hidden
 
     def reads(self: Any, step: Any) -> torch.Tensor:
         assert int(step.lens.max()) >= 0
         return hidden(self, step)
 
-    monkeypatch.setattr(model_runner.ModelRunner, "_hidden", reads)
+    monkeypatch.setattr(full_runner.FullRunner, "hidden", reads)
     with pytest.raises(AssertionError, match=r"upload at .*download at .*download at"):
         run_watched(gpu, make_engine(), [SamplingParams(max_tokens=6)] * 3)
 
@@ -219,6 +219,6 @@ def test_a_host_that_reads_a_length_is_found(
 def test_block_tables_left_on_the_cpu_are_found(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "to_device", lambda step, device: step)
+    monkeypatch.setattr(full_runner, "to_device", lambda step, device: step)
     with pytest.raises((WrongDevice, ValueError), match="cpu"):
         run_watched(gpu, make_engine(), [SamplingParams(max_tokens=6)] * 3)

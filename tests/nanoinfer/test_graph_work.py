@@ -14,8 +14,9 @@ from fake_cuda import fake_gpu
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoinfer.cuda_graph import StaticDecode, can_capture
-from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.gpu.cuda_graph import StaticDecode, can_capture
+from nanoinfer.kv_cache import CacheLayout
+from nanoinfer.variants.fp8_cache import make_cache
 
 EXPERTS = {
     "num_experts": 4,
@@ -59,10 +60,9 @@ def make(kind: str, **options: Any) -> StaticDecode:
         block_size=16,
         dtype=torch.bfloat16,
         device="cuda:0",
-        kind=kind,  # type: ignore[arg-type]
         has_padding_block=True,
     )
-    return StaticDecode(model, KVCache(shape, layout), 18)
+    return StaticDecode(model, make_cache(shape, layout, kind), 18)
 
 
 @pytest.mark.parametrize("options", [{}, EXPERTS, GPT_OSS], ids=["dense", "moe", "gpt_oss"])

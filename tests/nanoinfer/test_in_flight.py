@@ -17,6 +17,7 @@ from nanoengine.model.hf import load_model
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig, InFlight
 from nanoinfer.engine import LLMEngine
+from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 
 NUM_BEFORE = 6  # tokens sampled by the old weights
@@ -201,7 +202,7 @@ def test_how_old_the_cache_was_goes_along_to_another_engine(folder: Path) -> Non
     engine.step()
     half = engine.abort(handle)
     assert half is not None and half.cache_versions == [0] * (NUM_BEFORE + 1)
-    half = Output.from_json(json.loads(json.dumps(asdict(half))))
+    half = output_from_json(json.loads(json.dumps(asdict(half))))
     other = served(new_state(), folder)
     other.version = 1
     whole = step_until(other, other.add(PROMPT, GREEDY, sampled=half))

@@ -4,9 +4,8 @@ import torch
 from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoengine.model.config import ModelConfig
-from nanoinfer.batch import StepInput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.model_runner import RunnerOutput
 from nanoinfer.params import SamplingParams
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoinfer.led_messages import (
+from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.variants.led_messages import (
     AbortCall,
     AddCall,
     LeaderBeat,
@@ -29,7 +30,6 @@ from nanoinfer.led_messages import (
     decode,
     encode,
 )
-from nanoinfer.params import Grammar, Output, SamplingParams
 
 PARAMS = SamplingParams(
     max_tokens=7,

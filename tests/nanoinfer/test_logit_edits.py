@@ -14,9 +14,9 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.logit_edits import EditPlan, LogitEdits
+from nanoinfer.options.asked_sampling import sample, top_logps
+from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
-from nanoinfer.sampler import sample, top_logps
 
 PROMPT = [(5 * i) % 250 for i in range(40)]
 

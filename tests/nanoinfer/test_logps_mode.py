@@ -17,11 +17,11 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
 from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
-from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
 from nanoinfer.engine import LLMEngine
-from nanoinfer.model_runner import ModelRunner
+from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
+from nanoinfer.options.asked_sampling import AskedSampling, sample, top_logps
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.sampler import sample, top_logps
+from nanoinfer.variants.full_runner import FullRunner, FullStep
 
 PROMPT = [5, 17, 80, 3, 99, 12, 150]
 TEMPERATURE = 0.6
@@ -70,12 +70,13 @@ def test_reported_logps_are_those_of_the_mode_that_each_request_asked_for(
 ) -> None:
     """Side by side, both modes. The path of a GPU runs here by the definitions of its kernels."""
     if path == "device":
-        sent = ModelRunner._sent
+        sent = FullRunner.sent
 
-        def with_drawing(self: ModelRunner, step: StepInput) -> StepInput:
-            return replace(sent(self, step), drawing=device_sampling(step.sampling, 211))
+        def with_drawing(self: FullRunner, step: StepInput) -> FullStep:
+            drawing = device_sampling(AskedSampling.of(step.sampling), 211)
+            return replace(sent(self, step), drawing=drawing)
 
-        monkeypatch.setattr(ModelRunner, "_sent", with_drawing)
+        monkeypatch.setattr(FullRunner, "sent", with_drawing)
     engine = LLMEngine(
         load_model(folder), InferConfig(num_blocks=100, max_batch_tokens=20, max_num_seqs=16)
     )

@@ -17,6 +17,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.fp8_cache import Fp8Cache
 
 pytestmark = pytest.mark.usefixtures("native")
 DENSE = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")
@@ -154,8 +155,8 @@ def test_what_the_layers_in_cpp_lack_runs_op_by_op(tmp_path: Path) -> None:
     moe = load("qwen3-moe", tmp_path / "moe", torch.float32)
     assert make_decoder(moe, make_cache(moe)) is None
     dense = load(DENSE[0], tmp_path / "dense", torch.float32)
-    layout = CacheLayout(num_blocks=30, block_size=16, dtype=dense.dtype, kind="fp8")
-    fp8 = KVCache(dense.config, layout)
+    layout = CacheLayout(num_blocks=30, block_size=16, dtype=dense.dtype)
+    fp8 = Fp8Cache(dense.config, layout)
     assert make_decoder(dense, fp8) is None
     assert make_decoder(load(DENSE[0], tmp_path / "wide", torch.float64), make_cache(dense)) is None
     assert make_decoder(dense, make_cache(dense)) is not None

@@ -118,10 +118,10 @@ def test_requests_over_int8_have_the_same_bits_in_any_batch_and_when_scored(
 
 def test_the_decoder_in_one_call_has_the_bits_of_the_layers_over_int8(native: None) -> None:
     engine = make_engine(torch.bfloat16, quantization="int8")
-    assert engine._runner._decoder is not None
+    assert engine._runner.decoder is not None
     expected = engine.generate(PROMPTS, GREEDY)
     engine = make_engine(torch.bfloat16, quantization="int8")
-    engine._runner._decoder = None
+    engine._runner.decoder = None
     found = engine.generate(PROMPTS, GREEDY)
     assert [(x.ids, x.logps) for x in found] == [(x.ids, x.logps) for x in expected]
 

@@ -11,6 +11,7 @@ from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
 from nanoengine.model.hf import save_model
+from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 
 TOKENIZER = make_tokenizer()
@@ -306,7 +307,7 @@ def test_a_completion_is_taken_up_where_another_server_left_it(served: Served) -
     body = {"token_ids": CHAT_IDS, "sampling_params": params, "return_output": True}
     status, answer = served.send("/inference/v1/generate", body | {"sampled": part})
     assert status == 200
-    found = Output.from_json(answer["choices"][0]["output"])
+    found = output_from_json(answer["choices"][0]["output"])
     assert replace(found, num_cached_tokens=0) == replace(output, num_cached_tokens=0)
     for wrong, message in (
         ({"sampled": part | {"logps": []}}, "8 ids, but logps"),

@@ -14,8 +14,8 @@ import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_text_engine, make_tokenizer
 
-from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import ModelRunner, RunnerOutput
+from nanoinfer.batch import RunnerOutput, StepInput
+from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import HttpLimits, ServerConfig

@@ -4,14 +4,13 @@ import pytest
 from cache_oracle import VOCAB, make_engine, replay, run_all
 from drafts import PlantedDrafter, plant
 
-from nanoinfer import speculative
-from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import RunnerOutput
+from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.params import SamplingParams
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
 from nanoinfer.server.prometheus import HttpMetrics
-from nanoinfer.speculative import Drafter
+from nanoinfer.variants import speculative
+from nanoinfer.variants.speculative import Drafter
 
 
 def sequence(handle: int, prompt: list[int], sampled: list[int] | None = None) -> Sequence:

@@ -16,6 +16,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.options.param_checks import is_edited
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
@@ -143,7 +144,7 @@ def test_drafts_from_the_text_do_not_change_a_bit(
 
 
 def test_a_request_with_edits_is_not_drafted_for(model: Transformer, expected: list[dict]) -> None:
-    edited = [r for r in requests() if r[1].is_edited]
+    edited = [r for r in requests() if is_edited(r[1])]
     engine = make(model, speculate=4, speculate_free_rows=10_000)
     run(engine, edited)
     assert engine.metrics()["drafted_tokens"] == 0

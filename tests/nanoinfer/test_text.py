@@ -10,9 +10,9 @@ from tiny_text import make_text_engine, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.logit_edits import GrammarCompiler
+from nanoinfer.options.logit_edits import GrammarCompiler
+from nanoinfer.options.text import TextStream
 from nanoinfer.params import Grammar, Output, SamplingParams
-from nanoinfer.text import TextStream
 
 TOKENIZER = make_tokenizer()
 PROMPT = TOKENIZER.encode("hello, the world")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from agent_doubles import EOS, CodeEpisode, FakeSandbox, exec_result, output_of, tiny_tokenizer
 
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import SamplingParams
-from nanoinfer.streams import StreamChunk
 from nanorl.agents.conversation import Conversation, Listener, Reply
 from nanorl.agents.limits import Limits
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec

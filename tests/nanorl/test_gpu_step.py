@@ -25,12 +25,12 @@ from nanoengine.engine import Engine
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.scoring import Scorer
-from nanoinfer import model_runner
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
-from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import run_plainly
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants import full_runner, parts
 from nanorl import sizes
 from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
@@ -49,7 +49,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr(model_runner, "CudaCapture", lambda device: run_plainly)
+    monkeypatch.setattr(parts, "CudaCapture", lambda device: run_plainly)
     with fake_gpu() as gpu:
         yield gpu
 
@@ -229,13 +229,13 @@ def test_an_index_on_the_cpu_is_found(gpu: FakeCuda, monkeypatch: pytest.MonkeyP
 
 
 def test_a_mask_made_on_the_cpu_is_found(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = model_runner.sample_on_device
+    draw = full_runner.sample_on_device
 
     def with_cpu_mask(logits_SV: torch.Tensor, asked: Any) -> Any:
         banned = torch.zeros(SHAPE.vocab_size, dtype=torch.bool)
         return draw(logits_SV.masked_fill(banned, -torch.inf), asked)
 
-    monkeypatch.setattr(model_runner, "sample_on_device", with_cpu_mask)
+    monkeypatch.setattr(full_runner, "sample_on_device", with_cpu_mask)
     with pytest.raises(WrongDevice, match=r"masked_fill"):
         a_step(gpu, configured())
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.dialects.exchange import ApiCall, message_of
-from nanoinfer.logit_edits import GrammarCompiler
+from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits

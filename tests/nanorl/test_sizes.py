@@ -9,7 +9,7 @@ import torch
 
 from nanoengine.plan.estimate import model_shape
 from nanoinfer.config import InferConfig
-from nanoinfer.sizes import sized as engine_sized
+from nanoinfer.gpu.sizes import sized as engine_sized
 from nanorl import sizes
 from nanorl.config import EngineLimits, RLConfig
 from nanorl.presets import PRESETS, smollm2

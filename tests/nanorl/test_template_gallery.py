@@ -29,8 +29,8 @@ from nanoinfer.chat.reading import REASONING
 from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiCall, message_of
+from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.streams import StreamChunk
 from nanorl.agents.compact import Compact
 from nanorl.agents.conversation import Conversation
 from nanorl.agents.feedback import Feedback

@@ -22,9 +22,11 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoinfer import model_runner
 from nanoinfer.config import InferConfig
-from nanoinfer.device_sampler import device_sampling
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.device_sampler import device_sampling
+from nanoinfer.options.asked_sampling import AskedSampling
 from nanoinfer.params import SamplingParams
+from nanoinfer.variants import full_runner
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK = 16
@@ -163,10 +165,11 @@ def on_triton(monkeypatch):
                 monkeypatch.setattr(module, switch, lambda *_, value=value, **__: value)
 
     def sent(self, step):
-        drawing = device_sampling(step.sampling, 67, rescores_all=self._is_invariant)
-        return model_runner.replace(step, drawing=drawing)
+        sampling = AskedSampling.of(step.sampling)
+        drawing = device_sampling(sampling, 67, rescores_all=self._is_invariant)
+        return full_runner.FullStep(**vars(step), drawing=drawing)
 
-    monkeypatch.setattr(model_runner.ModelRunner, "_sent", sent)
+    monkeypatch.setattr(full_runner.FullRunner, "sent", sent)
     monkeypatch.setattr(model_runner, "make_decoder", lambda *_: None)
 
 

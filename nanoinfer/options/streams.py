@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from nanoinfer.params import Output
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.options.asked_sequence import AskedSequence
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
 
@@ -23,6 +27,22 @@ class StreamChunk:
     top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     text: str = ""
     output: Output | None = None
+
+
+async def stream(
+    engine: AsyncEngine, ids: Ids[int], params: SamplingParams, priority: int, name: str | None
+) -> AsyncGenerator[StreamChunk, None]:
+    """`AsyncEngine.stream`."""
+    chunks = TokenStream()
+    handle = await engine.enter(chunks, ids, params, priority, name)
+    try:
+        is_last = False
+        while not is_last:
+            chunk = await chunks.next()
+            is_last = chunk.output is not None
+            yield chunk
+    finally:
+        await engine.leave(handle)
 
 
 class TokenStream:
@@ -45,13 +65,14 @@ class TokenStream:
         """Hand on what `seq` has gained."""
         if seq.num_sampled == self._num_ids:
             return
-        text = seq.text.settled() if seq.text is not None else ""
+        asked = seq if isinstance(seq, AskedSequence) else None
+        text = asked.text.settled() if asked is not None and asked.text is not None else ""
         self._chunks.put_nowait(
             self._chunk(
                 seq.ids[seq.num_prompt + self._num_ids :],
                 seq.logps,
                 seq.versions,
-                seq.top_logps,
+                [] if asked is None else asked.top_logps,
                 text,
             )
         )

@@ -29,7 +29,8 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.led_messages import (
+from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.led_messages import (
     AbortCall,
     AddCall,
     LeaderBeat,
@@ -43,7 +44,6 @@ from nanoinfer.led_messages import (
     decode,
     encode,
 )
-from nanoinfer.params import Output, SamplingParams
 
 _PAGE = 2048  # bytes of a message that travel with its length
 _MOST_BYTES = 1 << 30  # prompts of a million tokens are a hundredth of it

@@ -2,7 +2,9 @@
 
 A step computes a sequence's drafts after its last token, like a chunk of prompt, and samples at
 every one of these positions. While the sampled token is the draft, the position after it was
-computed on the right text and its sample counts too (engine.py). A token depends on its row of
+computed on the right text and its sample counts too (options/asked_step.py). Samples behind a wrong
+draft were drawn on a text that is not the request's and are dropped, and so is everything behind
+the token that ended the request. A token depends on its row of
 logits, the request's seed and its position, and on a CPU a row of logits does not depend on its
 batch: so a request's output has the same bits with drafts and without, greedy or sampled. On a
 GPU a position's logits may differ in rounding between a decode and a chunk, as between any two
@@ -28,7 +30,11 @@ the tokens before it, drafts included), models that draft, trees of drafts.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.options.asked_sequence import AskedSequence
+from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
 
 _ORDERS = (3, 2)  # tokens that must match, the longest first
@@ -171,3 +177,76 @@ class Drafter:
 
 def _start(seq: Sequence) -> tuple[int, ...]:
     return tuple(seq.ids[: min(seq.num_prompt, _START)])
+
+
+@dataclass
+class DraftedStep(Step):
+    """A step in which `drafts` has the tokens that were guessed after those of a sequence, by its
+    handle. `num_scheduled_tokens` includes them."""
+
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+
+
+class DraftingScheduler(BatchScheduler):
+    """What is left of a step's budget goes to guesses at what decoding sequences will sample;
+    nobody waits or is preempted for a guess."""
+
+    def __init__(
+        self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int, drafter: Drafter
+    ) -> None:
+        super().__init__(blocks, max_batch_tokens, max_num_seqs)
+        self.drafter = drafter
+
+    def schedule(self) -> DraftedStep:
+        """Choose the next step, and lengthen its decodes by guesses."""
+        step = DraftedStep(**vars(super().schedule()))
+        self._draft(step)
+        step.is_plain = step.is_plain and not step.drafts
+        return step
+
+    def _draft(self, step: DraftedStep) -> None:
+        if self.drafter.max_drafts == 0:
+            return
+        budget = self.max_batch_tokens - step.num_tokens
+        for i, seq in enumerate(step.seqs):
+            is_edited = isinstance(seq, AskedSequence) and seq.edits is not None
+            if seq.num_uncomputed_tokens > 1 or is_edited:
+                continue
+            # the last token that may be sampled is never computed
+            num_left = seq.num_prompt + seq.params.max_tokens - len(seq.ids) - 1
+            limit = min(budget, self._idle_room(seq), num_left)
+            drafts = self.drafter.draft(seq, limit, len(step.seqs))
+            has_room = self.blocks.extend(seq, len(seq.ids) + len(drafts))
+            assert has_room, "idle_room promised blocks"
+            if drafts:
+                step.drafts[seq.handle] = drafts
+            step.num_scheduled_tokens[i] += len(drafts)
+            budget -= len(drafts)
+
+    def _idle_room(self, seq: Sequence) -> int:
+        """Tokens after `seq.ids` for which there are blocks, one being left for each running
+        sequence."""
+        num_idle = max(0, self.blocks.num_free - len(self.running))
+        return (len(seq.block_table) + num_idle) * self.blocks.block_size - len(seq.ids)
+
+    def stop(self, seq: Sequence) -> None:
+        """Take its row and its blocks from a running sequence, and what was read of it."""
+        self.drafter.forget(seq)
+        super().stop(seq)
+
+    def commit(self, step: Step) -> None:
+        """The step ran; whether the drafts are any of a sequence's own is not known yet."""
+        if isinstance(step, DraftedStep):
+            pairs = zip(step.seqs, step.num_scheduled_tokens, strict=True)
+            known = [count - len(step.drafts.get(seq.handle, ())) for seq, count in pairs]
+            step = Step(step.seqs, known)
+        super().commit(step)
+
+
+def accept(blocks: BlockManager, seq: Sequence, num_accepted: int) -> None:
+    """The first `num_accepted` drafts have become tokens of `seq`. What the cache holds of the
+    others is overwritten when those positions are computed."""
+    seq.num_computed_tokens += num_accepted
+    size = blocks.block_size
+    if seq.num_computed_tokens // size > seq.num_committed_tokens // size:
+        blocks.commit(seq)

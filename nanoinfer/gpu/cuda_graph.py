@@ -23,6 +23,7 @@ Left out: graphs of prefill, and of models split over ranks (their collectives).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import StaticRows, StepInput
+from nanoinfer.batch import StepInput
 from nanoinfer.kv_cache import KVCache, PagedContext
 
 Work = Callable[[], None]
@@ -90,6 +91,14 @@ def can_capture(model: Transformer) -> bool:
     return model.device.type == "cuda" and model.split.size == 1 and model.experts is None
 
 
+@dataclass(frozen=True)
+class StaticRows:
+    """A decode step, padded with sequences of one token to a size that has a graph."""
+
+    rows: Tensor  # [4, size]: ids, positions, slots, lengths
+    tables: Tensor  # [size, blocks]
+
+
 class _Inputs:
     """A decode step of `size` rows at fixed addresses; rows that are not used are padding."""
 
@@ -116,7 +125,7 @@ class _Inputs:
         num_seqs, width = step.block_tables.shape
         rows = torch.zeros(4, self._size, dtype=torch.int64)
         rows[2, num_seqs:], rows[3, num_seqs:] = self._padding_slot, 1
-        columns = (step.ids_T, step.positions_T, step.slots_T, step.lens)
+        columns = (step.ids_T, step.positions_T, step.slots_T, torch.tensor(step.seq_lens))
         for row, column in zip(rows, columns, strict=True):
             row[:num_seqs] = column
         tables = torch.full((self._size, width), self._padding_block)

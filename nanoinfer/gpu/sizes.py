@@ -1,4 +1,4 @@
-"""Sizes of an engine where its owner gave none (0): fixed ones on a CPU, its memory's on a GPU.
+"""Sizes of an engine on a GPU where its owner gave none (0): what its memory has room for.
 
 On a GPU the cache takes GPU_SHARE of what is free when the engine is made, after the model and
 whatever else is there, less what one step needs, and no more than `max_num_seqs` sequences of the
@@ -15,28 +15,23 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
-from nanoinfer.kv_cache import KVCache, cache_dtype
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.variants.fp8_cache import cache_dtype
 
 GPU_SHARE = 0.85
 """The cache's share of the free memory; the rest is for CUDA's libraries, graphs and the
 allocator's fragments."""
 GPU_NUM_SEQS, GPU_BATCH_TOKENS = 256, 8192
-_CPU_NUM_SEQS, _CPU_BATCH_TOKENS, _CPU_CACHE_BYTES = 64, 512, 1 << 30
 
 
 def sized(config: InferConfig, model: Transformer) -> InferConfig:
     """`config` with every size that was 0 chosen for the model's device."""
-    is_cpu = model.device.type == "cpu"
-    num_seqs, batch_tokens = config.max_num_seqs, config.max_batch_tokens
-    if not num_seqs:
-        num_seqs = _CPU_NUM_SEQS if is_cpu else GPU_NUM_SEQS
-        num_seqs = min(num_seqs, batch_tokens) if batch_tokens else num_seqs
-    if not batch_tokens:
-        batch_tokens = max(_CPU_BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS, num_seqs)
-    config = replace(config, max_num_seqs=num_seqs, max_batch_tokens=batch_tokens)
+    if model.device.type == "cpu":
+        return config.sized()
+    config = config.sized(GPU_NUM_SEQS, GPU_BATCH_TOKENS, cache_bytes=config.cache_bytes)
     if config.cache_bytes or config.num_blocks is not None:
         return config
-    return replace(config, cache_bytes=_CPU_CACHE_BYTES if is_cpu else _gpu_cache(config, model))
+    return replace(config, cache_bytes=_gpu_cache(config, model))
 
 
 def _gpu_cache(config: InferConfig, model: Transformer) -> int:

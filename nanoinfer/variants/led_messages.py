@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Grammar, Output, SamplingParams
 
 PlainName = Literal["step", "pause", "resume", "sleep", "wake"]
@@ -134,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def _add(ids: Any, params: Any, priority: Any, sampled: Any) -> AddCall:
-    output = None if sampled is None else Output.from_json(_record(sampled))
+    output = None if sampled is None else output_from_json(_record(sampled))
     return AddCall(_integers(ids), _params(_record(params)), _integer(priority), output)
 
 
