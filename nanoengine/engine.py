@@ -32,9 +32,8 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.dtypes import DTYPES
-from nanoengine.model import hf
+from nanoengine.formats import hf
 from nanoengine.model.attention import supports_shared_prefix
-from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
@@ -47,6 +46,7 @@ from nanoengine.packing import (
     idle_micro_batch,
     read_sums,
 )
+from nanoengine.parallel.device import release_memory
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout
 from nanoengine.parallel.mesh import Mesh

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanoengine.model.device import worker_thread
-from nanoengine.model.lora import Adapter
+from nanoengine.adapters.lora import Adapter
+from nanoengine.parallel.device import worker_thread
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams

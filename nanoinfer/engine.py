@@ -30,11 +30,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nanoengine.model.device import release_memory
-from nanoengine.model.hf import check_finite, held_state, load_state
-from nanoengine.model.lora import Adapter
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.adapters.lora import Adapter
+from nanoengine.formats.hf import check_finite, held_state, load_state
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.device import release_memory
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager

@@ -359,7 +359,7 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
 
 
 def _is_plain(layer: DecoderLayer) -> bool:
-    """True for a layer whose switches (nanoengine/model/families.py) the C++ functions have."""
+    """True for a layer whose switches (nanoengine/formats/families.py) the C++ functions have."""
     family = layer.family
     has_whole_rope = layer.rotary_dim == layer.head_dim
     has_no_rope = layer.rotary_dim == 0 and layer.q_norm is None

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.config import ComputeConfig, LayoutConfig, Schedule, UpdateConfig
-from nanoengine.model.lora_config import LoraConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
 from nanorl.agents.limits import Limits
 from nanorl.algorithms.recipes import named_spec

@@ -66,7 +66,7 @@ def make_engine(folder: str, dtype: str, threads: int, **options: Any) -> Any:
     import torch
 
     from nanoengine.dtypes import DTYPES
-    from nanoengine.model.hf import load_model
+    from nanoengine.formats.hf import load_model
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams

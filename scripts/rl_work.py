@@ -24,9 +24,9 @@ import torch
 import workload
 
 from nanoengine.dtypes import DTYPES
+from nanoengine.formats.hf import load_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoengine.model.families import DEFAULTS, ModelFamily, family_of
-from nanoengine.model.rope import (
+from nanoengine.architectures.rope import (
     LinearRope,
     LongRope,
     RopeScaling,
@@ -28,6 +27,7 @@ from nanoengine.model.rope import (
     read_scaling,
     write_scaling,
 )
+from nanoengine.formats.families import DEFAULTS, ModelFamily, family_of
 
 MAX_LAYERS = 10_000
 """Ten times the deepest models that were ever trained: more is a damaged file."""

@@ -32,13 +32,13 @@ from kernels import (
     swiglu,
 )
 from kernels.linear import InputRecipe
+from nanoengine.architectures.rope import plain_frequencies
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear, TensorSplit, mark_partial, mark_slice
-from nanoengine.model.rope import plain_frequencies
 
 if TYPE_CHECKING:
-    from nanoengine.model.moe import ExpertSplit
+    from nanoengine.architectures.moe import ExpertSplit
 
 
 Rope = tuple[Tensor, ...]
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
         add_norm("post_norm", hidden, "post_norm" in norms)
         self.moe: nn.Module | None = None
         if config.is_moe_layer(index):
-            from nanoengine.model.moe import MoeMlp  # that file builds on this one
+            from nanoengine.architectures.moe import MoeMlp  # that file builds on this one
 
             self.moe = MoeMlp(config, dtype, device, split, experts)
         else:

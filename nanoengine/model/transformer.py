@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import Int8Weight, int8_linear, linear, pack_int8, pack_weight
 from kernels.linear import is_native
+from nanoengine.architectures.moe import ExpertSplit, ExpertStack
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, neutral_norm, rope_tables
@@ -42,7 +43,6 @@ from nanoengine.model.linear import (
     mark_partial,
     record_of,
 )
-from nanoengine.model.moe import ExpertSplit, ExpertStack
 
 
 class Transformer(nn.Module):

@@ -16,11 +16,11 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from nanoengine.architectures.moe import ExpertSplit
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear, TensorSplit, record_of
-from nanoengine.model.moe import ExpertSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.dtypes import DTYPES
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig
 from nanorl.learner import load_reference

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.families import FAMILIES
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
 from nanoengine.model.linear import Slice, record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from nanoengine.architectures.rope import plain_frequencies
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import rope_tables
-from nanoengine.model.rope import plain_frequencies
 from nanoengine.model.transformer import Transformer
 
 NUM_TOKENS = 12  # more than the widest window

@@ -27,9 +27,9 @@ from nanoengine.footprint import (
     rank_params,
     train_flops,
 )
+from nanoengine.formats.families import FAMILIES
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh

@@ -11,15 +11,15 @@ from test_lora_training import folder as folder
 from tiny_models import optimizer_state, save_reference
 from transformers import AutoModelForCausalLM
 
+from nanoengine.adapters.lora import merge_lora
+from nanoengine.adapters.lora_adapter import LoraBase
+from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
 from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraBase
-from nanoengine.lora_engine import LoraEngine
+from nanoengine.formats.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import merge_lora
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss

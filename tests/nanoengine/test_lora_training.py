@@ -9,14 +9,14 @@ import pytest
 import torch
 from tiny_models import make_reference, optimizer_state, save_reference
 
+from nanoengine.adapters.lora import merge_lora, read_adapter
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.lora_engine import LoraEngine
+from nanoengine.formats.hf import load_model, save_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.lora import merge_lora, read_adapter
-from nanoengine.model.lora_config import LoraConfig
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 

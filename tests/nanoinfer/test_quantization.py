@@ -9,13 +9,13 @@ from tiny_text import make_model
 from torch import Tensor
 
 from kernels import Int8Weight
+from nanoengine.adapters.lora import LowRank
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.hf import export_state, load_model, save_model
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, load_model, save_model
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import LowRank
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

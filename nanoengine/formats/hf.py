@@ -24,14 +24,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.checksum import all_finite, copy_large
+from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.footprint import num_params
+from nanoengine.formats.matrices import MatrixRows, adaptable
+from nanoengine.formats.mxfp4 import widened
+from nanoengine.formats.template_files import template_files
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear, Slice, TensorSplit, side_by_side
-from nanoengine.model.matrices import MatrixRows, adaptable
-from nanoengine.model.moe import ExpertSplit, MoeMlp
-from nanoengine.model.mxfp4 import widened
-from nanoengine.model.template_files import template_files
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import dtype_name, write_tensors
 
