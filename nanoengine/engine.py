@@ -30,11 +30,11 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import torch
 from torch import Tensor
 
+from kernels.host_memory import release_memory
 from nanoengine.config import EngineConfig
 from nanoengine.dtypes import DTYPES
 from nanoengine.formats import hf
 from nanoengine.model.attention import supports_shared_prefix
-from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
 from nanoengine.packing import (
@@ -46,10 +46,10 @@ from nanoengine.packing import (
     idle_micro_batch,
     read_sums,
 )
-from nanoengine.parallel.device import release_memory
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.scoring import Foresight, Scorer, collect_top
 from nanoengine.state.checkpoint import (

@@ -38,13 +38,13 @@ from torch import Tensor, nn
 
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
+from kernels.host_memory import release_memory
 from kernels.tensor_table import TensorTable
 from nanoengine.config import AdamWConfig
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, GradientReducer, ShardEntry
-from nanoengine.parallel.device import release_memory
 from nanoengine.parallel.layout import REPLICA_AXES, WORLD, Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.zero import Residency, cut_into_buckets
 from nanoengine.tensor_file import read_tensor, tensor_bytes
 

@@ -30,10 +30,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from kernels.host_memory import release_memory
 from nanoengine.adapters.lora import Adapter
-from nanoengine.formats.hf import check_finite, held_state, load_state
+from nanoengine.formats.hf import load_state
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.device import release_memory
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Batch
@@ -276,7 +276,7 @@ class LLMEngine:
         start = time.perf_counter()
         release_memory()  # what training needed and the cache will not: it takes pages of its own
         self._num_repacks = -1
-        check_finite(held_state(self.model), "no token is sampled by such weights")
+        self.model.check_finite("no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -25,14 +26,12 @@ from torch import Tensor
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.cpp.decoder import (
     Decoder,
-    DecoderMatrix,
     DecoderShape,
     LayerWeights,
     can_decode,
 )
 from kernels.transfer import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.adapters import AdapterPool
@@ -48,6 +47,7 @@ from nanoinfer.device_sampler import (
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
 
+_QUANTIZED = "nanoengine.architectures.quantized"
 _SCORED_ROWS = 64
 """Rows whose logits are in memory at a time where they are needed as a whole."""
 
@@ -296,10 +296,10 @@ def make_runner(
     model.batch_invariant = model.batch_invariant or config.deterministic
     kind = config.quantization
     if kind != "none" and kind != model.quantization:
-        model.quantize(kind)
+        resolve_name(f"{_QUANTIZED}:quantize")(model, kind)
     if kind == "int8":
         model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
-        model.quantize_head()
+        resolve_name(f"{_QUANTIZED}:quantize_head")(model)
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,
@@ -328,17 +328,17 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
-        model.quantization != "fp8"
-        and model.split.size == 1
+        model.split.size == 1
         and model.experts is None
         and cache.dtype == model.dtype
         and len({layer.scale for layer in layers}) == 1
-        and all(_is_plain(layer) for layer in layers)
+        and all(layer.is_native for layer in layers)
+        and can_decode(model.norm, is_int8=model.quantization == "int8")
     )
-    is_int8 = model.quantization == "int8"
-    if not is_plain or any(layer.moe is not None for layer in layers):
+    if not is_plain:
         return None
-    if not can_decode(model.norm, is_int8=is_int8):
+    weights = [one for one in map(_weights, layers) if one is not None]
+    if len(weights) < len(layers):
         return None
     config = model.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -354,52 +354,24 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         scale=layers[0].scale,
         multiplier=layers[0].multiplier,
     )
-    weights = [_weights(layer) for layer in layers]
     return Decoder(shape, weights, model.norm.detach(), cache.layers)
 
 
-def _is_plain(layer: DecoderLayer) -> bool:
-    """True for a layer whose switches (nanoengine/formats/families.py) the C++ functions have."""
-    family = layer.family
-    has_whole_rope = layer.rotary_dim == layer.head_dim
-    has_no_rope = layer.rotary_dim == 0 and layer.q_norm is None
-    return (
-        set(family.norms) == {"input_norm", "post_norm"}
-        and not family.norm_offset
-        and family.qk_norm != "width"
-        and family.activation == "silu"
-        and family.rope_pairs == "halves"
-        and (has_whole_rope or has_no_rope)
-        and not layer.has_local_rope
-        and all(_is_readable(one) for one in layer.modules() if isinstance(one, PackedLinear))
-        and not family.sinks
-    )
-
-
-def _is_readable(matrix: PackedLinear) -> bool:
-    """True for a matrix that the C++ functions can read where it lies."""
-    has_panels = matrix.packed is not None or matrix.int8 is not None
-    return has_panels and (matrix.change is None or matrix.change.table is not None)
-
-
-def _weights(layer: DecoderLayer) -> LayerWeights:
+def _weights(layer: DecoderLayer) -> LayerWeights | None:
+    """The weights of a layer by address; None where C++ cannot read a matrix where it lies."""
+    qkv, out = layer.qkv.native(), layer.out.native()
+    gate_up, down = layer.gate_up.native(), layer.down.native()
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
     return LayerWeights(
-        input_norm=cast(Tensor, layer.input_norm),
-        qkv=_matrix(layer.qkv),
+        input_norm=layer.input_norm,
+        qkv=qkv,
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        out=_matrix(layer.out),
-        post_norm=cast(Tensor, layer.post_norm),
-        gate_up=_matrix(layer.gate_up),
-        down=_matrix(layer.down),
+        out=out,
+        post_norm=layer.post_norm,
+        gate_up=gate_up,
+        down=down,
         window=layer.window,
         has_rope=layer.rotary_dim > 0,
     )
-
-
-def _matrix(matrix: PackedLinear) -> DecoderMatrix:
-    if matrix.int8 is not None:
-        change = None if matrix.change is None else matrix.change.table
-        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias, change)
-    # `can_decode`: all have this form
-    return DecoderMatrix(cast(Tensor, matrix.packed), None, matrix.bias)

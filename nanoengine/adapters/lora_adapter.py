@@ -63,6 +63,7 @@ from nanoengine.adapters.lora import (
 )
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.low_rank import AddedChange
+from nanoengine.architectures.quantized import Int8Linear
 from nanoengine.formats.matrices import MatrixRows, adaptable
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
@@ -131,10 +132,12 @@ class LoraBase:
     def _add(self, before: LoraAdapter | None, adapter: LoraAdapter | None) -> None:
         """`activate` over an int8 base."""
         for matrix in before.matrices if before is not None else ():
+            assert isinstance(matrix, Int8Linear), "all matrices that are adapted are int8"
             matrix.change = None
         self.active = adapter
         if adapter is not None:
             for matrix, parts in adapter.matrices.items():
+                assert isinstance(matrix, Int8Linear), "all matrices that are adapted are int8"
                 matrix.change = _TrainedChange(matrix, parts)
             adapter.is_stale = False
         self.model.num_repacks += 1  # whoever reads this model has to learn of it

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.split_master import join_master, split_master_
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.layout import REPLICA_AXES
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.parameter_record import record_of
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, replica_axes
 from nanoengine.parallel.layout import REPLICA_AXES
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.parameter_record import record_of
 
 Named = list[tuple[str, nn.Parameter]]
 
