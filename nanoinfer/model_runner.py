@@ -47,7 +47,8 @@ from nanoinfer.device_sampler import (
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
 
-_QUANTIZED = "nanoengine.architectures.quantized"
+_QUANTIZE = "nanoengine.architectures.quantized:quantize"
+_QUANTIZE_HEAD = "nanoengine.architectures.quantized:quantize_head"
 _SCORED_ROWS = 64
 """Rows whose logits are in memory at a time where they are needed as a whole."""
 
@@ -296,10 +297,10 @@ def make_runner(
     model.batch_invariant = model.batch_invariant or config.deterministic
     kind = config.quantization
     if kind != "none" and kind != model.quantization:
-        resolve_name(f"{_QUANTIZED}:quantize")(model, kind)
+        resolve_name(_QUANTIZE)(model, kind)
     if kind == "int8":
         model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
-        resolve_name(f"{_QUANTIZED}:quantize_head")(model)
+        resolve_name(_QUANTIZE_HEAD)(model)
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,

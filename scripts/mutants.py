@@ -191,7 +191,8 @@ AREAS |= {
         files=(
             *("nanoengine/adapters/peft_config.py", "nanoengine/adapters/lora.py"),
             *("nanoengine/adapters/patterns.py", "nanoengine/architectures/rope.py"),
-            *("nanoengine/model/config.py", "nanoengine/formats/gguf*.py"),
+            *("nanoengine/model/config.py", "nanoengine/formats/config_json.py"),
+            *("nanoengine/formats/families.py", "nanoengine/formats/gguf*.py"),
             *("nanoengine/formats/mxfp4.py", "nanoengine/formats/chosen_dtype.py"),
             *("nanoengine/formats/template_files.py", "nanoengine/text/chat_template.py"),
         ),

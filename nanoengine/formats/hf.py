@@ -29,7 +29,7 @@ from nanoengine.architectures.family_layer import FamilyLayer
 from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.architectures.quantized import Int8Linear, check_quantizable, quantize_layer
 from nanoengine.footprint import num_params
-from nanoengine.formats.config_json import context_limit, to_hf_dict
+from nanoengine.formats.config_json import context_limit
 from nanoengine.formats.families import ModelFamily, family_of
 from nanoengine.formats.matrices import int8_places
 from nanoengine.formats.mxfp4 import widened
@@ -536,7 +536,7 @@ def write_folder(
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    fields = to_hf_dict(config) | {"dtype": dtype_name(dtype)}
+    fields = config.to_hf_dict() | {"dtype": dtype_name(dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 

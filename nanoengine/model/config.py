@@ -16,7 +16,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-_FORMAT = "nanoengine.formats.config_json"
+_FORMAT = {  # config.json, and the families that there are
+    "check": "nanoengine.formats.config_json:check_config",
+    "from_folder": "nanoengine.formats.config_json:from_folder",
+    "from_hf_dict": "nanoengine.formats.config_json:from_hf_dict",
+    "to_hf_dict": "nanoengine.formats.config_json:to_hf_dict",
+}
 _DENSE = ("llama", "qwen2", "qwen3")
 
 
@@ -86,7 +91,7 @@ class ModelConfig:
     """The logits are divided by it."""
 
     def __post_init__(self) -> None:
-        resolve_name(f"{_FORMAT}:check_config")(self)
+        resolve_name(_FORMAT["check"])(self)
 
     @property
     def is_dense(self) -> bool:
@@ -105,16 +110,16 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` of a Hugging Face folder."""
-        config: ModelConfig = resolve_name(f"{_FORMAT}:from_folder")(path)
+        config: ModelConfig = resolve_name(_FORMAT["from_folder"])(path)
         return config
 
     @classmethod
     def from_hf_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Translate the fields of a config.json, refusing what a `Transformer` cannot express."""
-        config: ModelConfig = resolve_name(f"{_FORMAT}:from_hf_dict")(fields)
+        config: ModelConfig = resolve_name(_FORMAT["from_hf_dict"])(fields)
         return config
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The config.json from which `transformers` and `from_hf_dict` build the same model."""
-        fields: dict[str, Any] = resolve_name(f"{_FORMAT}:to_hf_dict")(self)
+        fields: dict[str, Any] = resolve_name(_FORMAT["to_hf_dict"])(self)
         return fields
