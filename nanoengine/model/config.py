@@ -91,6 +91,7 @@ class ModelConfig:
     """The logits are divided by it."""
 
     def __post_init__(self) -> None:
+        # at once, by name: a shape that its family has not would give plausible, wrong numbers
         resolve_name(_FORMAT["check"])(self)
 
     @property

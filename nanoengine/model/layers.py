@@ -45,6 +45,7 @@ def cos_and_sin(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, D/2] by fp32 arithmetic, as transformers does; fp64 models hold the
     same values in fp64."""
+    # a table, not arithmetic in the kernels: both engines and C++ read the same bits
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos(), angles.sin()
@@ -72,7 +73,7 @@ class RmsNorm:
         return add_rms_norm(x_TE, residual_TE, weight, self.eps)
 
     def recipe(self, residual_TE: Tensor, weight: Tensor) -> InputRecipe | None:
-        """How the norm is made again for the backward pass, so that it need not be kept."""
+        """The backward pass makes the norm again by it, so that it need not be kept."""
         if residual_TE.is_cuda:  # the fused norm read the sum before it was rounded
             return None
         return InputRecipe(partial(rms_norm, eps=self.eps), (residual_TE, weight))
@@ -106,6 +107,7 @@ class DecoderLayer(nn.Module):
         self.index, self.split = index, split
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.scale = config.head_dim**-0.5
+        # attention asks every layer for these two; a family's layers may have them
         self.window: int | None = None
         self.sinks: nn.Parameter | None = None
         self.rms = self.make_norm(config)
@@ -126,7 +128,7 @@ class DecoderLayer(nn.Module):
 
     @classmethod
     def embedding_scale(cls, config: ModelConfig) -> float:
-        """What the embeddings are multiplied by."""
+        """A family may multiply its embeddings."""
         return 1.0
 
     @classmethod
@@ -168,18 +170,19 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`x` is not yet added to `residual` (None before the first layer), nor is the result:
         the next norm adds and normalises at once. `rope` has a row for each token."""
-        if residual_TE is None:
+        if residual_TE is None:  # the first layer: nothing has been added yet
             y_TE, residual_TE = self.rms.rows(x_TE, self.input_norm), x_TE
         else:
             y_TE, residual_TE = self.rms.add_rows(x_TE, residual_TE, self.input_norm)
         x_TE = self._attend(y_TE, self._recipe(residual_TE, self.input_norm), rope, context)
+        # what attention gave is added by the norm that follows, in one pass over memory
         y_TE, residual_TE = self.rms.add_rows(x_TE, residual_TE, self.post_norm)
         recipe = self._recipe(residual_TE, self.post_norm)
         return self._mlp(y_TE, recipe, rope[0].shape[0]), residual_TE
 
     def _recipe(self, residual_TE: Tensor, norm: Tensor) -> InputRecipe | None:
-        """How what a matrix reads is made again for the backward pass. Ranks that share matrices
-        gather the rows first, so that there it is kept."""
+        """The backward pass makes what a matrix reads again by it."""
+        # ranks that share matrices gather the rows first: there they are kept
         return None if self.split.size > 1 else self.rms.recipe(residual_TE, norm)
 
     def _mlp(self, y_TE: Tensor, recipe: InputRecipe | None, num_rows: int) -> Tensor:
@@ -193,6 +196,7 @@ class DecoderLayer(nn.Module):
         self, y_TE: Tensor, recipe: InputRecipe | None, rope: Rope, context: AttentionContext
     ) -> Tensor:
         y_TE = self.split.enter(y_TE, rope[0].shape[0])
+        # one product for the three: more rows a call, and x is read once
         q, k, v = self.qkv(y_TE, recipe).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
         kv_shape = (num_tokens, self.kv_width // head_dim, head_dim)

@@ -52,6 +52,7 @@ class PackedLinear(Packed):
         self, num_in: int, num_out: int, has_bias: bool, dtype: torch.dtype, device: str
     ) -> None:
         super().__init__()
+        # zeros: a folder or `init_weights` fills them, and pages that nobody writes cost nothing
         self.weight = nn.Parameter(torch.zeros(num_out, num_in, dtype=dtype, device=device))
         bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
         self.bias = nn.Parameter(bias) if bias is not None else None
@@ -63,6 +64,7 @@ class PackedLinear(Packed):
     def forward(self, x: Tensor, recipe: InputRecipe | None = None) -> Tensor:
         """With `recipe` the backward pass makes x again."""
         y = self._multiply(x, recipe)
+        # after the product, not in the weight: each row may have asked for another adapter
         return y if self.adapters is None else self.adapters.add_to(y, x)
 
     def _multiply(self, x: Tensor, recipe: InputRecipe | None) -> Tensor:
@@ -202,6 +204,7 @@ class _Embedding(torch.autograd.Function):
         if isinstance(target, Tensor):  # an optimizer's buffer: autograd need not see it
             add_rows_(target, ids_T, grad_TE)
             return None, None
+        # wide: thousands of tokens may add to one row, and bf16 would drop the small ones
         wide = torch.promote_types(grad_TE.dtype, torch.float32)
         target = torch.zeros(weight_VE.shape, dtype=wide, device=grad_TE.device)
         add_rows_(target, ids_T, grad_TE)
@@ -211,6 +214,7 @@ class _Embedding(torch.autograd.Function):
 def embed(ids_T: Tensor, weight_VE: Tensor) -> Tensor:
     """Rows of the embedding. The gradient is summed in fp32, into `weight.main_grad` (added to
     what the tied output head left there) where that exists."""
+    # a look-up without the graph where nobody asks for a gradient, as in every decode step
     if torch.is_grad_enabled() and weight_VE.requires_grad:
         out: Tensor = _Embedding.apply(ids_T, weight_VE)
         return out

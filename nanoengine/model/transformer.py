@@ -94,10 +94,10 @@ class Transformer(nn.Module):
         tables = kind.rope_tables(config, dtype, device)
         self._ropes = _ROPES[: len(tables)]
         for name, table in zip(self._ropes, tables, strict=True):
-            self.register_buffer(name, table, persistent=False)
+            self.register_buffer(name, table, persistent=False)  # in no file: computed anew
         self.lm_head_packed: Tensor | None = None
         self.int8_head: nn.Module | None = None
-        """In place of `lm_head_packed`, for sampling (architectures/quantized.py)."""
+        """A copy to sample with in place of `lm_head_packed` (architectures/quantized.py)."""
         self.num_repacks = 0
         """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         return tuple(getattr(self, name)[positions_T] for name in self._ropes)
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """What the first layer reads, [T, E]."""
+        """Return what the first layer reads, [T, E]."""
         x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
         if self._embedding_scale == 1.0:
             return x_TE
@@ -179,6 +179,7 @@ class Transformer(nn.Module):
         context: AttentionContext,
         activation_checkpointing: bool,
     ) -> tuple[Tensor, Tensor]:
+        # two tensors from layer to layer: the stream, and what is to be added to it
         residual_TE: Tensor | None = None
         if activation_checkpointing and torch.is_grad_enabled():
             for layer in layers:
@@ -198,12 +199,13 @@ class Transformer(nn.Module):
         return x_TE, residual_TE
 
     def _finish(self, x_TE: Tensor, residual_TE: Tensor, num_rows: int) -> Tensor:
+        # the last layer's output is not in the residual stream yet (`DecoderLayer.forward`)
         y_TE = self.rms.add_rows(x_TE, residual_TE, self.norm)[0]
         return self.split.enter(y_TE, num_rows)
 
     def scale_for_head(self, hidden_TE: Tensor) -> Tensor:
-        """What the output head multiplies: hidden states divided by `logits_scaling`, so that the
-        logits are, by whichever product they come."""
+        """Divide hidden states by `logits_scaling`, so that the logits are, by whichever product
+        they come."""
         scaling = self.config.logits_scaling
         return hidden_TE if scaling == 1.0 else hidden_TE / scaling
 
@@ -273,6 +275,7 @@ class Transformer(nn.Module):
         self._wide_head = None
         if self.int8_head is not None:  # a copy that is renewed like those of matrices
             return
+        # also of a tied head: an embedding is looked up by rows, and a product reads panels
         head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
