@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.our_kernels import require_our_kernels
 
 if TYPE_CHECKING:
+    from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+    from nanoengine.adapters.lora_config import LoraConfig
+    from nanoengine.adapters.lora_engine import LoraEngine
     from nanoengine.build import build_engine, build_value_engine, check_layout
     from nanoengine.config import AdamWConfig, EngineConfig
     from nanoengine.engine import Engine
-    from nanoengine.lora_adapter import LoraAdapter, LoraBase
-    from nanoengine.lora_engine import LoraEngine
+    from nanoengine.formats.hf import load_model, save_model
     from nanoengine.model.config import ModelConfig
-    from nanoengine.model.hf import load_model, save_model
-    from nanoengine.model.lora_config import LoraConfig
-    from nanoengine.model.tokenizer import ChatTokenizer
     from nanoengine.model.transformer import Transformer
     from nanoengine.optim import AdamW
     from nanoengine.packing import MicroBatch, Sample
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from nanoengine.scoring import Policy, Scorer
     from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
     from nanoengine.tensor_file import CheckpointError
+    from nanoengine.text.tokenizer import ChatTokenizer
     from nanoengine.value_engine import ValueEngine, ValueModel
 
 require_our_kernels()
@@ -48,15 +48,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 _HOMES = {
     "AdamW": "optim",
     "AdamWConfig": "config",
-    "ChatTokenizer": "model.tokenizer",
+    "ChatTokenizer": "text.tokenizer",
     "CheckpointError": "tensor_file",
     "Engine": "engine",
     "EngineConfig": "config",
     "Layout": "parallel.layout",
-    "LoraAdapter": "lora_adapter",
-    "LoraBase": "lora_adapter",
-    "LoraConfig": "model.lora_config",
-    "LoraEngine": "lora_engine",
+    "LoraAdapter": "adapters.lora_adapter",
+    "LoraBase": "adapters.lora_adapter",
+    "LoraConfig": "adapters.lora_config",
+    "LoraEngine": "adapters.lora_engine",
     "Mesh": "parallel.mesh",
     "MicroBatch": "packing",
     "ModelConfig": "model.config",
@@ -71,10 +71,10 @@ _HOMES = {
     "build_engine": "build",
     "build_value_engine": "build",
     "check_layout": "build",
-    "load_model": "model.hf",
+    "load_model": "formats.hf",
     "num_loss_tokens": "sft",
     "read_chats": "sft",
-    "save_model": "model.hf",
+    "save_model": "formats.hf",
     "sft_loss": "sft",
 }
 

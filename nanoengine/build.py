@@ -22,8 +22,8 @@ import torch
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.hf import check_memory, load_model, load_stages, read_state, say_limit
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import check_memory, load_model, load_stages, read_state, say_limit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
 from nanoengine.parallel.layout import Layout, SplitConfig

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.adamw import fused_adamw_
+from kernels.host_memory import release_memory
 from nanoengine.config import AdamWConfig
 from nanoengine.flat import Bucket, BucketState, collect_grad, trainable
-from nanoengine.model.device import release_memory
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
 
@@ -58,7 +58,8 @@ class Flats(NamedTuple):
     def cut(self, begin: int, end: int | None = None) -> Flats:
         """The same elements of each."""
         rest = None if self.remainder is None else self.remainder[begin:end]
-        return Flats(*(x[begin:end] for x in self[:4]), rest)
+        one, two, three, four = (x[begin:end] for x in self[:4])
+        return Flats(one, two, three, four, rest)
 
 
 def lr_at(config: AdamWConfig, step: int) -> float:

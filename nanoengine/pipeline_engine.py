@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, LossFn
-from nanoengine.model import hf
+from nanoengine.formats import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (
     MicroBatch,

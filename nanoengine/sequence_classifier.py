@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from nanoengine.formats.hf import check_finite, load_state, read_state
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import check_finite, load_state, read_state
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample

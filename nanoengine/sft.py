@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import MicroBatch, Sample
+from nanoengine.text.tokenizer import ChatTokenizer
 
 
 class SftLoss:

@@ -34,12 +34,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanoengine.build import build_engine, check_layout
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
+from nanoengine.formats.sources import resolve_model
+from nanoengine.formats.template_files import template_files
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device, worker_thread
-from nanoengine.model.sources import resolve_model
-from nanoengine.model.template_files import template_files
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
+from nanoengine.parallel.device import enter_device, resolve_device, worker_thread
 from nanoengine.parallel.layout import WORLD, LayoutConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
@@ -50,6 +49,7 @@ from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
 from nanoengine.state.run_folder import RunFolder
 from nanoengine.stop_signals import Interrupted, StopSignals
+from nanoengine.text.tokenizer import ChatTokenizer
 
 LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
 FREE_ON_RESUME = (

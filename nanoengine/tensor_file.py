@@ -5,7 +5,7 @@
 Written tensor by tensor, because the library's own writer first copies everything in memory, and
 flushed to the disk; or mapped as a file of zeros, so that writing to the tensors writes the file.
 
-Left out: reading whole files at once, which the library does well (model/hf.py).
+Left out: reading whole files at once, which the library does well (formats/hf.py).
 """
 
 from __future__ import annotations

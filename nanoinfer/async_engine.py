@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanoengine.model.device import worker_thread
+from nanoengine.parallel.device import worker_thread
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams

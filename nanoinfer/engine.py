@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nanoengine.model.device import release_memory
-from nanoengine.model.hf import check_finite, held_state
+from kernels.host_memory import release_memory
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import Batch, RunnerOutput
 from nanoinfer.block_manager import BlockManager
@@ -269,7 +268,7 @@ class LLMEngine:
         start = time.perf_counter()
         release_memory()  # what training needed and the cache will not: it takes pages of its own
         self._num_repacks = -1
-        check_finite(held_state(self.model), "no token is sampled by such weights")
+        self.model.check_finite("no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanoengine.model.chosen_dtype import chosen_dtype
+from nanoengine.adapters.lora import merge_lora
+from nanoengine.formats.chosen_dtype import chosen_dtype
+from nanoengine.formats.hf import load_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device
-from nanoengine.model.hf import load_model
-from nanoengine.model.lora import merge_lora
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.parallel.device import enter_device, resolve_device
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 
 if TYPE_CHECKING:
-    from nanoengine.model.chat_template import Message  # needs jinja2
+    from nanoengine.text.chat_template import Message  # needs jinja2
 
 Prompt = str | Sequence[int]
 

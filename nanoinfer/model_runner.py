@@ -19,15 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.cpp.decoder import (
-    Decoder,
-    DecoderMatrix,
-    DecoderShape,
-    LayerWeights,
-    can_decode,
-)
+from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.kv_cache import KVCache, PagedContext
@@ -111,17 +104,17 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
-        model.quantization != "fp8"
-        and model.split.size == 1
+        model.split.size == 1
         and model.experts is None
         and cache.dtype == model.dtype
         and len({layer.scale for layer in layers}) == 1
-        and all(_is_plain(layer) for layer in layers)
+        and all(layer.is_native for layer in layers)
+        and can_decode(model.norm, is_int8=model.quantization == "int8")
     )
-    is_int8 = model.quantization == "int8"
-    if not is_plain or any(layer.moe is not None for layer in layers):
+    if not is_plain:
         return None
-    if not can_decode(model.norm, is_int8=is_int8):
+    weights = [one for one in map(_weights, layers) if one is not None]
+    if len(weights) < len(layers):
         return None
     config = model.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -137,52 +130,24 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         scale=layers[0].scale,
         multiplier=layers[0].multiplier,
     )
-    weights = [_weights(layer) for layer in layers]
     return Decoder(shape, weights, model.norm.detach(), cache.layers)
 
 
-def _is_plain(layer: DecoderLayer) -> bool:
-    """True for a layer whose switches (nanoengine/model/families.py) the C++ functions have."""
-    family = layer.family
-    has_whole_rope = layer.rotary_dim == layer.head_dim
-    has_no_rope = layer.rotary_dim == 0 and layer.q_norm is None
-    return (
-        set(family.norms) == {"input_norm", "post_norm"}
-        and not family.norm_offset
-        and family.qk_norm != "width"
-        and family.activation == "silu"
-        and family.rope_pairs == "halves"
-        and (has_whole_rope or has_no_rope)
-        and not layer.has_local_rope
-        and all(_is_readable(one) for one in layer.modules() if isinstance(one, PackedLinear))
-        and not family.sinks
-    )
-
-
-def _is_readable(matrix: PackedLinear) -> bool:
-    """True for a matrix that the C++ functions can read where it lies."""
-    has_panels = matrix.packed is not None or matrix.int8 is not None
-    return has_panels and (matrix.change is None or matrix.change.table is not None)
-
-
-def _weights(layer: DecoderLayer) -> LayerWeights:
+def _weights(layer: DecoderLayer) -> LayerWeights | None:
+    """The weights of a layer by address; None where C++ cannot read a matrix where it lies."""
+    qkv, out = layer.qkv.native(), layer.out.native()
+    gate_up, down = layer.gate_up.native(), layer.down.native()
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
     return LayerWeights(
-        input_norm=cast(Tensor, layer.input_norm),
-        qkv=_matrix(layer.qkv),
+        input_norm=layer.input_norm,
+        qkv=qkv,
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        out=_matrix(layer.out),
-        post_norm=cast(Tensor, layer.post_norm),
-        gate_up=_matrix(layer.gate_up),
-        down=_matrix(layer.down),
+        out=out,
+        post_norm=layer.post_norm,
+        gate_up=gate_up,
+        down=down,
         window=layer.window,
         has_rope=layer.rotary_dim > 0,
     )
-
-
-def _matrix(matrix: PackedLinear) -> DecoderMatrix:
-    if matrix.int8 is not None:
-        change = None if matrix.change is None else matrix.change.table
-        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias, change)
-    # `can_decode`: all have this form
-    return DecoderMatrix(cast(Tensor, matrix.packed), None, matrix.bias)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.config import ComputeConfig, Schedule, UpdateConfig
-from nanoengine.model.lora_config import LoraConfig
 from nanoengine.parallel.layout import LayoutConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
 from nanorl.agents.limits import Limits

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LossFn, NonFiniteLoss, WeightFn
+from nanoengine.formats.hf import load_model
+from nanoengine.formats.sources import resolve_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_model
-from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import MicroBatch, Sample, TopTokens

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.model.template_files import template_files
+from nanoengine.formats.template_files import template_files
 from nanorl.config import RunConfig, ToolConfig
 from nanorl.parts import Parts, num_threads
 from nanorl.plugins import is_path

@@ -4,7 +4,7 @@ Between two turns of the policy stand role headers, separators and the opening o
 same ones each time, so that a loss on them (ECHO) teaches nothing and thins out what the rest
 teaches. They are found by their tokens: what a template puts before, between and after messages is
 read off short chats of every role, and control tokens, which nothing that an environment says can
-spell (nanoengine/model/special_guard.py), say where it stands in an observation.
+spell (nanoengine/text/special_guard.py), say where it stands in an observation.
 
 A token that is of both counts as the template's. So does all of an observation whose template is
 not this one, as of an agent that renders by itself, and what the assistant is made to say there.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import delta_ids
 
 ROLES = ("tool", "user")

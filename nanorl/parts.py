@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nanoengine.adapters.lora import choose_targets
 from nanoengine.config import EngineConfig, UpdateConfig
 from nanoengine.determinism import require_deterministic_cublas
+from nanoengine.formats.sources import SMOLLM2, resolve_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import resolve_device
-from nanoengine.model.lora import choose_targets
-from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.device import resolve_device
 from nanoinfer.config import InferConfig
 from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop

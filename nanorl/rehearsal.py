@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.api import run_to_end
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, shown_action
 from nanorl.envs.catalog import as_kind, load_kind

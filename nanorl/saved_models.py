@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.sources import HUB, near, resolve_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.formats.hf import load_model, save_model
+from nanoengine.formats.sources import HUB, near, resolve_model
 from nanoengine.optim import DTYPES
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.cursor import START
 from nanorl.envs.run_kind import run_tokenizer

@@ -20,16 +20,12 @@ from typing import Any
 
 import torch
 
+from nanoengine.adapters.lora import choose_targets
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import free_bytes
-from nanoengine.model.lora import choose_targets
-from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
-from nanoengine.plan.footprint import (
-    WIDTH,
-    Plan,
-    rank_memory,
-)
+from nanoengine.parallel.device import free_bytes
+from nanoengine.plan.footprint import WIDTH, Plan, rank_memory
 from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanoinfer.kv_cache import KVCache
 from nanorl.config import RunConfig

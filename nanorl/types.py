@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanoengine.model.chat_template import Message
+    from nanoengine.text.chat_template import Message
 
 HELDOUT_ONE_IN = 4
 """A quarter of all tasks is never trained on."""

@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig

@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 from bench_output import print_rows, write_json
 
-from nanoengine.model.sources import SMOLLM2, resolve_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.formats.sources import SMOLLM2, resolve_model
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits

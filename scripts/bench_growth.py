@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import roofline
+import workload
 from bench_infer import Clock
 from bench_rl import run_step, step_bound
 from generated_part import newest
@@ -37,7 +38,6 @@ from model_bench import PEERS, make_parser, make_row, measure, run_benchmark, ru
 
 sys.path.insert(0, str(PEERS))
 
-import workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT, SAMPLED = 64, 32
@@ -65,7 +65,7 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 def make_engine(folder: str, dtype: str, threads: int, **options: Any) -> Any:
     import torch
 
-    from nanoengine.model.hf import load_model
+    from nanoengine.formats.hf import load_model
     from nanoengine.optim import DTYPES
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine

@@ -77,7 +77,7 @@ class Clock:
 def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> Any:
     import torch
 
-    from nanoengine.model.hf import load_model
+    from nanoengine.formats.hf import load_model
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams

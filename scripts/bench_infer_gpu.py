@@ -42,8 +42,8 @@ from bench_output import print_rows, write_json
 from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.device import enter_device, resolve_device
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.kv_cache import KVCache

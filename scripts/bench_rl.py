@@ -82,8 +82,8 @@ def run_step(
 
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
-    from nanoengine.model.hf import load_model
-    from nanoengine.model.tokenizer import ChatTokenizer
+    from nanoengine.formats.hf import load_model
+    from nanoengine.text.tokenizer import ChatTokenizer
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams

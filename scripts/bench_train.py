@@ -38,6 +38,7 @@ from statistics import median
 from typing import Any
 
 import roofline
+import train_workload as workload
 from model_bench import (
     PEERS,
     Peer,
@@ -54,7 +55,6 @@ from model_bench import (
 
 sys.path.insert(0, str(PEERS))
 
-import train_workload as workload
 
 ROWS = {"even": "step-vs-transformers", "ragged": "step-ragged-packed"}
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1}
@@ -71,7 +71,7 @@ def run_train(
 
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
-    from nanoengine.model.hf import load_model
+    from nanoengine.formats.hf import load_model
     from nanoengine.packing import Sample
     from nanoengine.sft import num_loss_tokens, sft_loss
 
@@ -92,12 +92,12 @@ def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, 
     """A step of an adapter, or of all weights, and what the trainer keeps between two."""
     import torch
 
+    from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+    from nanoengine.adapters.lora_config import LoraConfig
+    from nanoengine.adapters.lora_engine import LoraEngine
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
-    from nanoengine.lora_adapter import LoraAdapter, LoraBase
-    from nanoengine.lora_engine import LoraEngine
-    from nanoengine.model.hf import load_model
-    from nanoengine.model.lora_config import LoraConfig
+    from nanoengine.formats.hf import load_model
     from nanoengine.optim import DTYPES
     from nanoengine.packing import Sample
     from nanoengine.sft import num_loss_tokens, sft_loss
@@ -135,7 +135,7 @@ def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     import torch
     from torch import distributed as dist
 
-    from nanoengine.model.hf import export_state, load_model, load_state
+    from nanoengine.formats.hf import export_state, load_model, load_state
     from nanoengine.model.transformer import Transformer
     from nanoengine.parallel.layout import Layout
     from nanoengine.parallel.mesh import Mesh

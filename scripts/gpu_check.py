@@ -151,7 +151,7 @@ def train_exact(limit_s: float) -> Result:
 
 
 def train_smollm2(limit_s: float) -> Result:
-    from nanoengine.model.sources import SMOLLM2, cached_folder
+    from nanoengine.formats.sources import SMOLLM2, cached_folder
 
     if cached_folder(SMOLLM2) is None:
         return {"status": "skip", "reason": "its weights are not in ~/.cache/nanorl"}

@@ -73,7 +73,7 @@ def run_benchmark(
         print(json.dumps(workers[work](folder, dtype, int(threads))))
         return 0
     if args.model is None and not getattr(args, "small", False):
-        from nanoengine.model.sources import SMOLLM2, resolve_model
+        from nanoengine.formats.sources import SMOLLM2, resolve_model
 
         args.model = str(resolve_model(SMOLLM2.name))
     rows = make_rows(args)

@@ -55,7 +55,7 @@ AHEAD = (
         "starlette",
     ),
     *("uvicorn", "httpx", "pydantic", "nanoengine.engine", "nanoinfer.async_engine"),
-    *("nanoinfer.server.app", "nanoengine.model.tokenizer"),
+    *("nanoinfer.server.app", "nanoengine.text.tokenizer"),
 )
 NUM_STAGES = 3
 FIRST_LINE = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\n]*?)?)(?: - .*)?$", re.MULTILINE)
@@ -189,11 +189,12 @@ AREAS |= {
     ),
     "folders": Area(
         files=(
-            *("nanoengine/model/peft_config.py", "nanoengine/model/lora.py"),
-            *("nanoengine/model/patterns.py", "nanoengine/model/rope.py"),
-            *("nanoengine/model/config.py", "nanoengine/model/gguf*.py"),
-            *("nanoengine/model/mxfp4.py", "nanoengine/model/chosen_dtype.py"),
-            *("nanoengine/model/template_files.py", "nanoengine/model/chat_template.py"),
+            *("nanoengine/adapters/peft_config.py", "nanoengine/adapters/lora.py"),
+            *("nanoengine/adapters/patterns.py", "nanoengine/architectures/rope.py"),
+            *("nanoengine/model/config.py", "nanoengine/formats/config_json.py"),
+            *("nanoengine/formats/families.py", "nanoengine/formats/gguf*.py"),
+            *("nanoengine/formats/mxfp4.py", "nanoengine/formats/chosen_dtype.py"),
+            *("nanoengine/formats/template_files.py", "nanoengine/text/chat_template.py"),
         ),
         tests=(
             *("../nanoengine/test_ropes", "../nanoengine/test_drawn_fields"),
@@ -235,10 +236,10 @@ NEAR = {
     "nanoinfer/server/rl_routes.py": "../nanoinfer/test_server_rl_routes",
     "nanoinfer/server/sglang_generate.py": "../nanoinfer/test_server_rl_routes",
     "nanoinfer/server/token_text.py": "../nanoinfer/test_token_text",
-    "nanoengine/model/gguf_tokenizer.py": "../nanoengine/test_gguf_tokenizer",
-    "nanoengine/model/gguf": "../nanoengine/test_gguf",
-    "nanoengine/model/peft_config.py": "../nanoengine/test_peft_folders",
-    "nanoengine/model/template_files.py": "../nanoengine/test_template_files",
+    "nanoengine/formats/gguf_tokenizer.py": "../nanoengine/test_gguf_tokenizer",
+    "nanoengine/formats/gguf": "../nanoengine/test_gguf",
+    "nanoengine/adapters/peft_config.py": "../nanoengine/test_peft_folders",
+    "nanoengine/formats/template_files.py": "../nanoengine/test_template_files",
     "nanorl/tools/mcp": "test_mcp_episodes",
     "nanorl/endpoint/call_count.py": "test_given_up_calls",
     "nanorl/doctor": "test_template_gallery",

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import workload
 
+from nanoengine.formats.hf import load_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_model
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.optim import DTYPES
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

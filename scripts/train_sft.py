@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> SftConfig:
 
 async def train_on_ranks(config: SftConfig) -> None:
     """Each process of the layout on this machine; raises what they raise, as `SftRun` does."""
-    from nanoengine.model.device import resolve_device
+    from nanoengine.parallel.device import resolve_device
     from nanoengine.stop_signals import Interrupted, StopSignals
     from nanorl.roles.ranks import results, start_ranks
     from nanosched import Scheduler

@@ -13,7 +13,7 @@ import torch
 from pool import WorkerPool
 
 from kernels.cpp import build as cpp_build
-from nanoengine.model.sources import SMOLLM2, cached_folder
+from nanoengine.formats.sources import SMOLLM2, cached_folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,6 +28,9 @@ ALLOWED = {
     "nanoengine": {"kernels"},
     "nanoinfer": {
         *("kernels", "nanoengine.model", "nanoengine.parallel"),
+        *("nanoengine.architectures", "nanoengine.formats", "nanoengine.text"),
+        *("nanoengine.adapters.lora", "nanoengine.adapters.lora_config"),  # adapters as data
+        "nanoengine.adapters.low_rank",
         *("nanoengine.command_line", "nanoengine.extras"),  # words, no engine
     },
     "nanorl": {"kernels", "nanosched", "nanoengine", "nanoinfer"},

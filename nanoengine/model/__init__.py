@@ -1,1 +1,1 @@
-"""One model definition, its Hugging Face folders, its tokenizer and chat template."""
+"""The dense model: its shape, its matrices, attention over a context, layers, and the whole."""

@@ -12,7 +12,7 @@ Left out: masks other than causal ones and windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -22,24 +22,24 @@ from kernels.attention import VarlenPlan
 from kernels.backend import Backend
 
 
+class ScoreOptions(TypedDict, total=False):
+    """How a layer scores keys, where it is not softmax(q · k / √D) over all tokens before."""
+
+    scale: float | None
+    """What the scores are multiplied by."""
+    window: int | None
+    """A token sees the last so many tokens up to itself, itself included; layers may differ."""
+    sinks: Tensor | None
+    """[H] scores that take part in every query's softmax and have no value."""
+
+
 class AttentionContext(Protocol):
     """Causal attention of one forward pass, called once per layer, layers in order."""
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, **how: Unpack[ScoreOptions]
     ) -> Tensor:
-        """Return o_THD. Queries and keys are rotated already; v may be a strided view. Scores are
-        multiplied by `scale`, by default head_dim ** -0.5. With `window=w` a token sees the last w
-        tokens up to itself, itself included; layers may have different windows. `sinks` [H] are
-        scores that take part in every query's softmax and have no value."""
+        """Return o_THD. Queries and keys are rotated already; v may be a strided view."""
         ...
 
 
@@ -65,29 +65,22 @@ class PackedContext:
         return cls(ends.to(device=device, dtype=torch.int32), max(lengths))
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, **how: Unpack[ScoreOptions]
     ) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens)
+        ends, longest = self.cu_seqlens, self.max_seqlen
         out = flash_attn_varlen(
             q_THD,
             k_TKD,
             v_TKD,
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.max_seqlen,
-            self.max_seqlen,
-            softmax_scale=scale,
-            window=window,
-            sinks=sinks,
+            ends,
+            ends,  # queries and keys are the same tokens
+            longest,
+            longest,
+            softmax_scale=how.get("scale"),
+            window=how.get("window"),
+            sinks=how.get("sinks"),
             plan=self._plan,
             batch_invariant=self.batch_invariant,
         )
@@ -111,28 +104,18 @@ class SharedPrefixContext:
         prefix_of_S: Sequence[int],
         backend: Backend = "auto",
     ) -> None:
+        # the plan says where each query's keys lie: no key of a shared prompt is copied
         self._plan = make_varlen_plan(cu_seqlens, prefix_of_S)
         self._backend = backend
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, **how: Unpack[ScoreOptions]
     ) -> Tensor:
         return tree_attention(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            self._plan,
-            softmax_scale=scale,
-            window=window,
-            sinks=sinks,
+            *(q_THD, k_TKD, v_TKD, self._plan),
+            softmax_scale=how.get("scale"),
+            window=how.get("window"),
+            sinks=how.get("sinks"),
             backend=self._backend,
         )
 

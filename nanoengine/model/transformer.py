@@ -1,52 +1,58 @@
 """The definition of the model: embedding, decoder layers, final norm, output head.
 
 `forward` takes a flat run of tokens and their positions and leaves everything about sequences to
-the attention context, so it serves training (packed) and inference (paged). On a CPU rollouts run
-`kernels/cpp/decoder.h`, its transcript in C++; tests/nanoinfer/test_native_decoder.py holds the two
-to the same bits.
-
-`forward` stops at the hidden states. The output head is for `logprobs`, which never holds a
-tokens x vocabulary tensor, and for `logits`, which the sampler reads; the model alone knows in
-which dtype the head is computed, where its prepacked copy lies and over which ranks it is split.
+the attention context, so it serves training (packed) and inference (paged). It stops at the hidden
+states. The output head is for `logprobs`, which never holds a tokens x vocabulary tensor, and for
+`logits`, which the sampler reads; the model alone knows in which dtype the head is computed, where
+its prepacked copy lies and over which ranks it is split.
 
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
 of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16; within a
-training step those of the layers are lent to the activations. The matrices of layers take a byte a
-weight in int8, with nothing beside them: 0.22 GB. A run of one
-process in which rollouts and training take turns has one model (nanorl/colocation.py).
+training step those of the layers are lent to the activations. A run of one process in which
+rollouts and training take turns has one model (nanorl/colocation.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
-Next: layers.py, moe.py, attention.py, hf.py.
+Next: layers.py, linear.py, attention.py; architectures/ for what is not dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import Int8Weight, int8_linear, linear, pack_int8, pack_weight
+from kernels import linear, pack_weight
+from kernels.checksum import all_finite
 from kernels.linear import is_native
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, neutral_norm, rope_tables
+from nanoengine.model.layers import DecoderLayer, Rope
 from nanoengine.model.linear import (
     LogprobOptions,
-    NoSplit,
     OutputHead,
+    Packed,
     PackedLinear,
-    QuantizedFormat,
-    Slice,
     TensorSplit,
-    mark_partial,
-    record_of,
 )
-from nanoengine.model.moe import ExpertSplit, ExpertStack
+
+_LAYERS = {  # by `ModelConfig.is_dense`
+    True: "nanoengine.model.layers:DecoderLayer",
+    False: "nanoengine.architectures.family_layer:FamilyLayer",
+}
+_ROPES = ("rope_cos", "rope_sin", "local_rope_cos", "local_rope_sin")
+
+
+def layer_class(config: ModelConfig) -> type[DecoderLayer]:
+    """The class of a model's layers."""
+    found: type[DecoderLayer] = resolve_name(_LAYERS[config.is_dense])
+    return found
 
 
 class Transformer(nn.Module):
-    """A model of any family (families.py). Matrices start as zeros: load a folder (hf.py) or
+    """A model of any family. Matrices start as zeros: load a folder (formats/hf.py) or
     `init_weights`."""
 
     def __init__(
@@ -57,64 +63,46 @@ class Transformer(nn.Module):
         *,
         head_dtype: torch.dtype | None = None,
         split: TensorSplit | None = None,
-        experts: ExpertSplit | None = None,
-        is_int8: bool = False,
+        experts: Any = None,
+        finish_layer: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """`head_dtype` float32 over a bf16 model computes logits from an fp32 copy of the head:
-        bf16 logits move a token's probability by up to 5 %. With `split` or `experts` this is one
-        rank's part of the model; `config` stays that of the whole. `is_int8` as after
-        `quantize("int8")`, without the memory that it takes to get there."""
+        bf16 logits move a token's probability by up to 5 %. With `split` or `experts` (an
+        `ExpertSplit`) this is one rank's part of the model; `config` stays that of the whole.
+        `finish_layer` is called with each layer before the next one takes memory."""
         super().__init__()
         self.config = config
-        self.split: TensorSplit = NoSplit() if split is None else split
+        self.split = TensorSplit() if split is None else split
         self.experts = experts
         self._head_dtype = head_dtype
-        self._embedding_scale = config.embedding_scale
-        vocab = self.split.run(config.vocab_size)
-        shape = (vocab[1] - vocab[0], config.hidden_size)
+        kind = layer_class(config)
+        self._embedding_scale = kind.embedding_scale(config)
+        self.rms = kind.make_norm(config)
+        first, end = self.split.run(config.vocab_size)
+        shape = (end - first, config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        self.layers = nn.ModuleList(
-            self._make_layer(index, dtype, device, is_int8) for index in range(config.num_layers)
-        )
-        self._norm_offset = config.family.norm_offset
-        fresh = neutral_norm(config.hidden_size, self._norm_offset, dtype, device)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers):
+            self.layers.append(kind(config, index, dtype, device, self.split, experts))
+            if finish_layer is not None:
+                finish_layer(self.layers[index])
+        fresh = torch.full((config.hidden_size,), self.rms.neutral, dtype=dtype, device=device)
         self.norm = nn.Parameter(fresh)
         self.head: nn.Parameter | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        if self.split.size > 1:
-            for table in (self.embedding, self.head):
-                if table is not None:
-                    record_of(table).slice = Slice(0, config.vocab_size, (vocab,))
-        if self.split.sequence_parallel:
-            mark_partial(self.norm)
-        cos, sin = rope_tables(config, dtype, device)
-        self.rope_cos: Tensor
-        self.rope_sin: Tensor
-        self.local_rope_cos: Tensor
-        self.local_rope_sin: Tensor
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
-        if config.local_rope_theta is not None:
-            cos, sin = rope_tables(config, dtype, device, is_local=True)
-            self.register_buffer("local_rope_cos", cos, persistent=False)
-            self.register_buffer("local_rope_sin", sin, persistent=False)
+        tables = kind.rope_tables(config, dtype, device)
+        self._ropes = _ROPES[: len(tables)]
+        for name, table in zip(self._ropes, tables, strict=True):
+            self.register_buffer(name, table, persistent=False)  # in no file: computed anew
         self.lm_head_packed: Tensor | None = None
-        self.int8_head: Int8Weight | None = None
-        """In place of `lm_head_packed`, for sampling (`quantize_head`)."""
+        self.int8_head: nn.Module | None = None
+        """A copy to sample with in place of `lm_head_packed` (architectures/quantized.py)."""
         self.num_repacks = 0
         """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
         self._batch_invariant = False
-
-    def _make_layer(
-        self, index: int, dtype: torch.dtype, device: str, is_int8: bool
-    ) -> DecoderLayer:
-        layer = DecoderLayer(self.config, index, dtype, device, self.split, self.experts)
-        if is_int8:  # now: the parameters of all layers are never there together
-            self._check_quantizable("int8", torch.device(device))
-            _quantize(layer, "int8")
-        return layer
+        self.split.mark(self)
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -173,13 +161,10 @@ class Transformer(nn.Module):
 
     def rope_of(self, positions_T: Tensor) -> Rope:
         """The rows of the rope tables that the layers read."""
-        tables = [self.rope_cos, self.rope_sin]
-        if self.config.local_rope_theta is not None:
-            tables += [self.local_rope_cos, self.local_rope_sin]
-        return tuple(table[positions_T] for table in tables)
+        return tuple(getattr(self, name)[positions_T] for name in self._ropes)
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """What the first layer reads, [T, E]."""
+        """Return what the first layer reads, [T, E]."""
         x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
         if self._embedding_scale == 1.0:
             return x_TE
@@ -194,6 +179,7 @@ class Transformer(nn.Module):
         context: AttentionContext,
         activation_checkpointing: bool,
     ) -> tuple[Tensor, Tensor]:
+        # two tensors from layer to layer: the stream, and what is to be added to it
         residual_TE: Tensor | None = None
         if activation_checkpointing and torch.is_grad_enabled():
             for layer in layers:
@@ -213,21 +199,21 @@ class Transformer(nn.Module):
         return x_TE, residual_TE
 
     def _finish(self, x_TE: Tensor, residual_TE: Tensor, num_rows: int) -> Tensor:
-        eps = self.config.rms_norm_eps
-        y_TE = add_norm_rows(x_TE, residual_TE, self.norm, eps, self._norm_offset)[0]
+        # the last layer's output is not in the residual stream yet (`DecoderLayer.forward`)
+        y_TE = self.rms.add_rows(x_TE, residual_TE, self.norm)[0]
         return self.split.enter(y_TE, num_rows)
 
     def scale_for_head(self, hidden_TE: Tensor) -> Tensor:
-        """What the output head multiplies: hidden states divided by `logits_scaling`, so that the
-        logits are, by whichever product they come."""
+        """Divide hidden states by `logits_scaling`, so that the logits are, by whichever product
+        they come."""
         scaling = self.config.logits_scaling
         return hidden_TE if scaling == 1.0 else hidden_TE / scaling
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`; `logprobs` computes from the same bits."""
         if self.int8_head is not None:
-            hidden_TE = self.scale_for_head(hidden_TE).to(self.head_dtype)
-            return int8_linear(hidden_TE, self.int8_head)
+            logits: Tensor = self.int8_head(self.scale_for_head(hidden_TE))
+            return logits
         weight: Tensor = self.lm_head_weight
         if self.head_dtype != self.dtype:
             if self._wide_head is None:  # made here and kept until `repack`: a trainer never asks
@@ -281,15 +267,15 @@ class Transformer(nn.Module):
         pass reads the copies, so without it the old weights keep answering."""
         self.num_repacks += 1  # first: whoever looks on may not miss one that was cut off
         for module in self.modules():
-            if isinstance(module, (PackedLinear, ExpertStack)):
+            if isinstance(module, Packed):
                 module.repack()
         self._repack_head()
 
     def _repack_head(self) -> None:
         self._wide_head = None
-        if self.int8_head is not None:
-            pack_int8(self.lm_head_weight.detach(), self.head_dtype, self.int8_head)
+        if self.int8_head is not None:  # a copy that is renewed like those of matrices
             return
+        # also of a tied head: an embedding is looked up by rows, and a product reads panels
         head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
@@ -308,57 +294,31 @@ class Transformer(nn.Module):
 
     def _packed_linears(self) -> list[PackedLinear]:
         """Those whose copies come and go cheaply."""
-        found = [module for module in self.modules() if isinstance(module, PackedLinear)]
-        return [one for one in found if one.fp8 is None and is_native(one.weight)]
+        found = [one for one in self.modules() if type(one) is PackedLinear]  # none in 8 bits
+        return [one for one in found if is_native(one.weight)]
 
     def forget_packed(self) -> None:
         """Drop every prepacked copy: products make them on the fly, for weights that come and go
         (ZeRO-3)."""
         for module in self.modules():
-            if isinstance(module, PackedLinear):
-                module.packed = None
-            elif isinstance(module, ExpertStack):
-                module.packed = [None] * len(module.packed)
+            if isinstance(module, Packed):
+                module.forget()
         self.lm_head_packed = self._wide_head = None
 
     @property
-    def quantization(self) -> QuantizedFormat | None:
-        """What `quantize` was called with."""
-        for module in self.modules():
-            if isinstance(module, PackedLinear):
-                if module.int8 is not None:
-                    return "int8"
-                if module.fp8 is not None:
-                    return "fp8"
-        return None
+    def quantization(self) -> str | None:
+        """The format of matrices that are not in the model's dtype, fp8 or int8."""
+        matrices = (one for one in self.modules() if isinstance(one, PackedLinear))
+        return next((one.format for one in matrices if one.format is not None), None)
 
-    def quantize(self, kind: QuantizedFormat) -> None:
-        """Multiply by the matrices of attention and of dense MLPs in 8 bits from now on; they are
-        frozen (`PackedLinear.quantize`). fp8: for sampling only; `repack` quantises them again.
-        int8: on a CPU; a trainer may read them, for adapters. Router, experts and output head stay
-        as they are (but see `quantize_head`)."""
-        self._check_quantizable(kind, self.device)
-        for layer in self.layers:
-            _quantize(layer, kind)
-
-    def quantize_head(self) -> None:
-        """Compute logits from an int8 copy of the output head, for sampling only; `repack` renews
-        it. The embedding, tied or not, stays."""
-        self._check_quantizable("int8", self.device)
-        self.lm_head_packed = None
-        self.int8_head = pack_int8(self.lm_head_weight.detach(), self.head_dtype)
-
-    def _check_quantizable(self, kind: QuantizedFormat, device: torch.device) -> None:
-        if self.split.size > 1 or self.experts is not None:
-            raise ValueError(
-                f"quantization={kind!r}: this model is split over ranks, and what shares a scale "
-                "would be cut apart; use one rank, or leave quantization out"
-            )
-        if kind == "int8" and device.type != "cpu":
-            raise ValueError(
-                f"quantization='int8': the model is on {device}, and the product is a CPU's; use "
-                "quantization='fp8' there, or device='cpu'"
-            )
+    def check_finite(self, outcome: str) -> None:
+        """`ValueError`, which ends with `outcome`, names a tensor that holds NaN or infinity.
+        Without this a model would go on computing NaN without an error."""
+        weights = [one.detach() for one in self.parameters()]
+        if self.quantization is None and all(all_finite(weights)):
+            return
+        # only now by name: the names are Hugging Face's, and their values lie in slices of ours
+        resolve_name("nanoengine.formats.hf:check_held")(self, outcome)
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
@@ -374,18 +334,12 @@ class Transformer(nn.Module):
                     parameter.zero_()
                     continue
                 if parameter.dim() == 1:
-                    parameter.fill_(1.0 - self._norm_offset)
+                    parameter.fill_(self.rms.neutral)
                     continue
                 scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
-                part = record_of(parameter).slice
+                # of a part of a model the whole is drawn (parallel/parameter_record.py)
+                part = getattr(getattr(parameter, "record", None), "slice", None)
                 shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
                 fresh = torch.randn(shape, generator=generator) * scale
                 parameter.copy_(fresh if part is None else part.take(fresh))
         self.repack()
-
-
-def _quantize(layer: nn.Module, kind: QuantizedFormat) -> None:
-    for name in ("qkv", "out", "gate_up", "down"):
-        module = getattr(layer, name, None)
-        if isinstance(module, PackedLinear):
-            module.quantize(kind)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.flat import collect_grad
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.layout import REPLICA_AXES
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.shards import ShardedBucket
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from nanoengine.config import AdamWConfig
 from nanoengine.flat import BucketState
-from nanoengine.model.linear import record_of
 from nanoengine.optim import AdamW, sum_of_squares
 from nanoengine.parallel.data_parallel import GradientReducer
 from nanoengine.parallel.layout import REPLICA_AXES, WORLD
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.shards import ShardedBucket, ShardedState, entries_of
 from nanoengine.parallel.zero import Residency, check_zero, cut_into_buckets
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kernels.split_master import join_master, split_master_
 from nanoengine.flat import ALIGNMENT, Bucket, BucketState, Named, Slot, empty_remainder
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.parameter_record import record_of
 
 
 @dataclass(frozen=True)

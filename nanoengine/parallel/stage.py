@@ -16,13 +16,14 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from nanoengine.architectures.moe import ExpertSplit
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear, TensorSplit, record_of
-from nanoengine.model.moe import ExpertSplit
-from nanoengine.model.transformer import Transformer
+from nanoengine.model.linear import PackedLinear, TensorSplit
+from nanoengine.model.transformer import Transformer, layer_class
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 
 
 class Elsewhere(nn.Module):
@@ -53,10 +54,9 @@ class Stage(Transformer):
         self.config = config
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
+        kind = layer_class(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype, device, self.split, experts)
-            if i in held
-            else Elsewhere()
+            kind(config, i, dtype, device, self.split, experts) if i in held else Elsewhere()
             for i in range(config.num_layers)
         )
         self._held = held

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels import linear, linear_topk, pack_weight
 from kernels.linear import (
@@ -34,15 +34,25 @@ from kernels.linear import (
     matmul_rows,
     pack_columns,
 )
+from nanoengine.architectures.family_layer import FamilyLayer
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import LogprobOptions, OutputHead, PackedLinear, Slice, embed
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import (
+    LogprobOptions,
+    OutputHead,
+    PackedLinear,
+    TensorSplit,
+    embed,
+)
+from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import Slice, mark_partial, mark_slice, record_of
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
 
 
-class TensorParallel:
-    """The `split` of a Transformer over the mesh's tp axis (a TensorSplit)."""
+class TensorParallel(TensorSplit):
+    """The `split` of a Transformer over the mesh's tp axis."""
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
         self.mesh = mesh
@@ -56,6 +66,38 @@ class TensorParallel:
         """The split for a model of this shape; None where the mesh has one tp rank."""
         check_heads(config, mesh.size("tp"))
         return None if mesh.size("tp") == 1 else cls(mesh, sequence_parallel=sequence_parallel)
+
+    def mark(self, module: nn.Module) -> None:
+        if isinstance(module, DecoderLayer):
+            self._mark_layer(module)
+        elif isinstance(module, Transformer):
+            vocab = module.config.vocab_size
+            for table in (module.embedding, module.head):
+                if table is not None and self.size > 1:
+                    record_of(table).slice = Slice(0, vocab, (self.run(vocab),))
+            if self.sequence_parallel:
+                mark_partial(module.norm)
+
+    def _mark_layer(self, layer: DecoderLayer) -> None:
+        fused = (layer.q_width, layer.kv_width, layer.kv_width)
+        for parameter in (layer.qkv.weight, layer.qkv.bias):
+            mark_slice(parameter, 0, fused, self)
+        mark_slice(layer.out.weight, 1, (layer.q_width,), self)
+        mark_slice(layer.sinks, 0, (layer.q_width // layer.head_dim,), self)
+        if not isinstance(layer, FamilyLayer) or layer.moe is None:
+            mlp = layer.down.weight.shape[1]
+            mark_slice(layer.gate_up.weight, 0, (mlp, mlp), self)
+            mark_slice(layer.down.weight, 1, (mlp,), self)
+        if isinstance(layer, FamilyLayer) and layer.family.qk_norm == "width":
+            mark_slice(layer.q_norm, 0, (layer.q_width,), self)
+            mark_slice(layer.k_norm, 0, (layer.kv_width,), self)
+        else:
+            for norm in (layer.q_norm, layer.k_norm):  # shared by heads, which are on many ranks
+                mark_partial(norm)
+        if self.sequence_parallel:
+            norms = ("input_norm", "attention_norm", "post_norm", "mlp_norm")
+            for parameter in (*(getattr(layer, name, None) for name in norms), layer.out.bias):
+                mark_partial(parameter)
 
     def run(self, whole: int) -> tuple[int, int]:
         """Cut as evenly as can be; the first ranks hold one more where it does not divide."""

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.flat import Named, trainable
-from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import replica_axes
 from nanoengine.parallel.layout import REPLICA_AXES, Layout
 from nanoengine.parallel.mesh import Handle, Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.shards import ShardedBucket, ShardedState
 
 

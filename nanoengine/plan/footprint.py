@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoengine.formats.families import family_of
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout
@@ -91,14 +92,14 @@ def layer_matmul_params(config: ModelConfig) -> int:
 def layer_params(config: ModelConfig, tp: int = 1) -> int:
     """Parameters of one layer on one tensor-parallel rank; norms are on every one."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    whole = len(config.family.norms) * config.hidden_size
+    whole = len(family_of(config.model_type).norms) * config.hidden_size
     whole += config.hidden_size if config.attention_output_bias else 0
     split = layer_matmul_params(config) + (q + 2 * kv if config.attention_bias else 0)
-    if config.family.qk_norm == "width":
+    if family_of(config.model_type).qk_norm == "width":
         split += q + kv
     elif config.qk_norm:
         whole += 2 * config.head_dim
-    split += config.num_heads if config.family.sinks else 0
+    split += config.num_heads if family_of(config.model_type).sinks else 0
     return whole + split // tp
 
 
@@ -110,7 +111,7 @@ def num_params(config: ModelConfig) -> int:
     num_moe = sum(config.is_moe_layer(index) for index in range(config.num_layers))
     width = config.moe_intermediate_size
     experts = config.num_experts * hidden * (3 * width + 1)  # and the router
-    if config.family.experts == "stacked":  # all with biases
+    if family_of(config.model_type).experts == "stacked":  # all with biases
         experts += config.num_experts * (2 * width + hidden + 1)
     return total + num_moe * (experts - 3 * hidden * config.intermediate_size)
 
@@ -132,7 +133,7 @@ def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
 
 def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
     """Count what autograd keeps of one layer for the rank's tokens, without checkpointing."""
-    family, hidden = config.family, config.hidden_size
+    family, hidden = family_of(config.model_type), config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     split = plan.tp if plan.sequence_parallel else 1
     width = WIDTH[plan.dtype]

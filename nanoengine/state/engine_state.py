@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.host_memory import release_memory
 from nanoengine.engine import Engine
-from nanoengine.model import hf
-from nanoengine.model.device import release_memory
-from nanoengine.model.linear import record_of
+from nanoengine.formats import hf
 from nanoengine.optim import AdamW, Kind
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import gather_slice
 from nanoengine.state.checkpoint import (

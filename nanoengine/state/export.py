@@ -17,7 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.model.hf import clear_tensor_files, hf_views, shard_names, write_config, write_index
+from nanoengine.formats.hf import (
+    clear_tensor_files,
+    hf_views,
+    shard_names,
+    write_config,
+    write_index,
+)
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import Resharder, model_pieces

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoengine.model.hf import hf_slices, hf_views
+from nanoengine.formats.hf import hf_slices, hf_views
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Handle, Mesh

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from nanoengine.model.linear import Slice
+from nanoengine.parallel.parameter_record import Slice
 from nanoengine.tensor_file import dtype_name
 
 T = TypeVar("T")

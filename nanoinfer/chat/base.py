@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 
 
 class Described(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import ToolCall, ToolCallError
 
 SPEAKERS = frozenset({"system", "developer", "user", "assistant"})

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Described, Parser, ToolCall
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 from nanoinfer.chat.reading import Found, Marks, WalkingParser
 

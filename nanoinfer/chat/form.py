@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser, ToolCall
 from nanoinfer.chat.call_ids import SPEAKERS, ids_of, next_ids, short_id
 from nanoinfer.chat.choose import client_tool_chat

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 
 
 def chat_ids(

@@ -21,7 +21,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 
 MAX_CALLS = 64

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat import harmony
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.harmony import HarmonyMessage, HarmonyParser, messages_in

@@ -11,7 +11,7 @@ sse.py           an answer as server-sent events
 
 from __future__ import annotations
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects.chat import ChatDialect
 from nanoinfer.dialects.exchange import Dialect, StreamingDialect
 from nanoinfer.dialects.messages import MessagesDialect

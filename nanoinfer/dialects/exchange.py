@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.params import Grammar, Output
 from nanoinfer.server.http_io import ApiError
 

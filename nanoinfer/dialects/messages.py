@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.dialects.exchange import (
     ApiAnswer,
     ApiCall,

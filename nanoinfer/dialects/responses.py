@@ -29,8 +29,8 @@ from pydantic import (
     model_validator,
 )
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects.exchange import (
     ApiAnswer,
     ApiCall,

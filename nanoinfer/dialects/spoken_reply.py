@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.reply import ReplyStream, opened_reasoning
 from nanoinfer.dialects.exchange import ApiCall, ApiReply

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import free_bytes
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.device import free_bytes
 from nanoinfer.config import InferConfig
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.variants.fp8_cache import cache_dtype

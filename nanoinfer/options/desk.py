@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from nanoengine.model.lora import Adapter
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.adapters.lora import Adapter
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.options.asked_sequence import AskedSequence, resume
 from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.options.param_checks import check_can_go_on, check_ids, wants_text

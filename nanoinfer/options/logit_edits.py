@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels import apply_penalties_, apply_token_bitmask_
 from nanoengine.extras import missing
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Grammar, SamplingParams
 
 

@@ -7,7 +7,7 @@ and the search looks at text, never at tokens.
 
 from __future__ import annotations
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character yet decode to

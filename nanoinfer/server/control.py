@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from kernels.checksum import checksum
-from nanoengine.model.hf import read_state
+from nanoengine.formats.hf import read_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.server.completions import Completions

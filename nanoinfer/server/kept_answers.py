@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, message_of
 from nanoinfer.server.http_io import ApiError
 

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer, all_text
+from nanoengine.text.tokenizer import ChatTokenizer, all_text
 from nanoinfer.server.http_io import LARGE_BYTES, ApiError, in_proportion
 
 TOO_LONG = "context_length_exceeded"

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import ids_of, next_ids
 from nanoinfer.chat.reply import (
     ReplyReader,

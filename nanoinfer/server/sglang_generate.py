@@ -20,7 +20,7 @@ from pydantic import Field, StrictBool, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.control import Control

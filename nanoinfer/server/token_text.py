@@ -13,7 +13,7 @@ import codecs
 import re
 from collections.abc import Iterable
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 
 _UNREADABLE = "\ufffd"  # what bytes that are no character decode to
 _SPACE = "\u2581"

@@ -1,12 +1,12 @@
 """LoRA adapters that requests name: several in one batch, over one set of weights.
 
     x · Wᵀ   for all rows of a step at once, then for each adapter in it, on its own rows,
-    y += (x · Aᵀ) · (scale · B)ᵀ      (nanoengine/model/low_rank.py)
+    y += (x · Aᵀ) · (scale · B)ᵀ      (nanoengine/adapters/low_rank.py)
 
 The rows of either do not depend on the batch, so on a CPU a request has the same bits alone and
 beside others. They are not the bits of merged weights: in fp32 the two differ by rounding, in bf16
-merged weights are rounded once more. Training merges (nanoengine/lora_adapter.py says why); this is
-for serving.
+merged weights are rounded once more. Training merges
+(nanoengine/adapters/lora_adapter.py says why); this is for serving.
 
 A step without any such request runs as ever. One with some takes the path of `Transformer.forward`:
 the transcript in C++ and CUDA graphs do not know adapters.
@@ -29,10 +29,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from nanoengine.adapters.lora import Adapter, LowRank, adapter_of
+from nanoengine.adapters.low_rank import AddedChange
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import Adapter, LowRank, adapter_of
-from nanoengine.model.low_rank import AddedChange
-from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 
 Rows = Mapping[str, Tensor]

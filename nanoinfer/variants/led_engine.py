@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nanoengine.architectures.quantized import quantize, quantize_head
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
@@ -42,10 +43,10 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Ful
     model.batch_invariant = model.batch_invariant or config.deterministic
     kind = config.quantization
     if kind != "none" and kind != model.quantization:
-        model.quantize(kind)
+        quantize(model, kind)
     if kind == "int8":
         model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
-        model.quantize_head()
+        quantize_head(model)
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,

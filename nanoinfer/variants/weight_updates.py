@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from nanoengine.model.hf import load_state
+from nanoengine.formats.hf import load_state
 from nanoengine.model.transformer import Transformer
 
 

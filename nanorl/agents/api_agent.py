@@ -25,7 +25,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoengine.extras import missing
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, as_score

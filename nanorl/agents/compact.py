@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.bounds import check_number
 from nanorl.envs.base import TimeStep

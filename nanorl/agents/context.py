@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.times import TurnTimes

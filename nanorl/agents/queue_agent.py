@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.envs.base import TimeStep
 from nanorl.plugins import where_raised

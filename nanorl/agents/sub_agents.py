@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.chat import ToolChat, visible

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.reply import TAIL, opened_reasoning
 from nanoinfer.chat.turns import AfterTurn, answered_turn, ids_after_turn
 from nanoinfer.params import Output

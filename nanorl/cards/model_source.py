@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoengine.model.sources import SMOLLM2, WheelModel
+from nanoengine.formats.sources import SMOLLM2, WheelModel
 from nanorl.config import RunConfig
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?$")

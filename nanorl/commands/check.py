@@ -61,7 +61,7 @@ def _model_alone(words: Sequence[str]) -> str | None:
 
 
 def _check_model(source: str, *, is_json: bool) -> int:
-    from nanoengine.model.sources import resolve_model
+    from nanoengine.formats.sources import resolve_model
     from nanorl.config import RunConfig
     from nanorl.doctor.model_check import check_model
 

@@ -142,7 +142,7 @@ async def _told_to_stop() -> None:
 
 def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:
     """The folder of the model that plays; any tokenizer will do where nothing depends on it."""
-    from nanoengine.model.sources import resolve_model
+    from nanoengine.formats.sources import resolve_model
     from nanorl.tasks.tiny_model import build_tiny_model
 
     if model:

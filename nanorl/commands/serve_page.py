@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.server.page import PageAbout, PageTool
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.saved_models import SavedModels

@@ -31,7 +31,7 @@ def serve_training(
         from nanorl.training_service.running import run_service
     except ModuleNotFoundError as error:
         raise missing("the service", error.name, extra="serve") from None
-    from nanoengine.model.sources import resolve_model  # here: it imports torch
+    from nanoengine.formats.sources import resolve_model  # here: it imports torch
 
     given = {field.name: getattr(options, field.name) for field in fields(ServiceOptions)}
     config = ServiceConfig(model=resolve_model(model), names=(model,), **given)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
 from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, in_order, quoted

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Described, ToolCall
 from nanoinfer.chat.call_ids import as_results
 from nanoinfer.params import Output

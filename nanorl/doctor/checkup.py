@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.model.device import free_bytes
+from nanoengine.parallel.device import free_bytes
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig

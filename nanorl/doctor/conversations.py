@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.choose import client_tool_chat
 from nanorl.doctor.conversations import TOOL
 from nanorl.doctor.finding import Finding, Severity, in_order

@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.plan.footprint import WIDTH
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import OPENING
 from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, quoted

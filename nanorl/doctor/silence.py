@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.doctor.finding import Finding, Severity

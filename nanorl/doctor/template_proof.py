@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from nanoengine.model.chat_template import Message, line_of, with_json_arguments
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message, line_of, with_json_arguments
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.call_ids import SPEAKERS, as_results
 from nanoinfer.chat.choose import client_tool_chat

@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import nodes
 
-from nanoengine.model.chat_template import ChatTemplate, Message, new_environment
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import ChatTemplate, Message, new_environment
+from nanoengine.text.tokenizer import ChatTokenizer
 
 _OPEN, _CLOSE = "\U0010f8f0", "\U0010f8f1"  # private use: no template has them
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")

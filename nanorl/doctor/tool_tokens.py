@@ -9,8 +9,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Described
 from nanoinfer.chat.choose import ClientTool
 from nanoinfer.chat.pythonic import PythonicParser

@@ -28,8 +28,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.reply import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.fenced import Fence, FencedParser
 from nanorl.tools.base import Described

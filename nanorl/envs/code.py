@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.chat import ToolChat
 from nanorl.envs.actions import ActionFormat
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.chat import ToolChat, visible

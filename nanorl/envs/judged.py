@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import (
     Demonstrator,
     Environment,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet

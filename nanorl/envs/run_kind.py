@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.catalog import (

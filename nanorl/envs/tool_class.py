@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode

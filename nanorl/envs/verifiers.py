@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.env import Env
 from nanorl.envs.verifiers_process import VerifiersProcess
 from nanorl.types import Task, split_of

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Environment, Opening, TeacherError, TimeStep
 from nanorl.hosting.pool import HostedObject, WorkerPool
 from nanorl.rewards.base import Score, Transcript, as_score

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
 from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.types import InfrastructureError, Rollout, Task
 
 PARAMETERS = ("rollout", "task", "transcript", "text", "answer", "environment")

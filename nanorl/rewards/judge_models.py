@@ -154,7 +154,7 @@ class FolderJudge:
     def _started(self) -> AsyncEngine:
         import torch
 
-        from nanoengine.model.device import worker_thread
+        from nanoengine.parallel.device import worker_thread
         from nanoinfer.async_engine import AsyncEngine
 
         if self._engine is None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.model.device import worker_thread
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.optim import DTYPES
+from nanoengine.parallel.device import worker_thread
 from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task
 

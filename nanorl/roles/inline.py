@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from kernels.host_memory import release_memory
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.lora_engine import LoraEngine
-from nanoengine.model.device import enter_device, release_memory, worker_thread
-from nanoengine.model.hf import load_model, replace_folder, replace_model
+from nanoengine.formats.hf import load_model, replace_folder, replace_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
+from nanoengine.parallel.device import enter_device, worker_thread
 from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine

@@ -6,9 +6,9 @@ once, in the dtype in which they are read. Left out: several processes, as a run
 
 from __future__ import annotations
 
-from nanoengine.model.device import enter_device, worker_thread
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoengine.optim import DTYPES
+from nanoengine.parallel.device import enter_device, worker_thread
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams

@@ -29,9 +29,9 @@ from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
-from nanoengine.model.device import resolve_device
-from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
+from nanoengine.formats.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample, TopTokens
+from nanoengine.parallel.device import resolve_device
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.rendezvous import join_mesh, open_store

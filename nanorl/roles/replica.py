@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
+from nanoengine.formats.hf import load_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_process, resolve_device
-from nanoengine.model.hf import load_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.parallel.device import enter_process, resolve_device
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.model.device import enter_process, worker_thread
+from nanoengine.parallel.device import enter_process, worker_thread
 
 
 class WorkThread:

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoengine.model.device import worker_thread
+from nanoengine.parallel.device import worker_thread
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.server.access import require_key
 from nanoinfer.server.http_io import (

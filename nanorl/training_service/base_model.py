@@ -18,18 +18,18 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoengine.adapters.lora import CONFIG_FILE, read_adapter
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.lora_engine import LoraEngine
+from nanoengine.formats.hf import copy_extra_files, load_model, read_state, write_folder
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import copy_extra_files, load_model, read_state, write_folder
-from nanoengine.model.lora import CONFIG_FILE, read_adapter
-from nanoengine.model.lora_config import LoraConfig
-from nanoengine.model.matrices import adaptable
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.engine import LLMEngine
 from nanorl.training_service.checkpoints import Record
 from nanorl.training_service.config import ServiceConfig

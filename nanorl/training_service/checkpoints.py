@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoengine.model.hf import replace_folder
+from nanoengine.formats.hf import replace_folder
 from nanoengine.tensor_file import CheckpointError
 
 Kind = Literal["weights", "sampler_weights"]

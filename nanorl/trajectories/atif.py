@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.trajectories.base import (
     CallOfTurn,
     Trajectory,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.chat import visible
 from nanorl.trajectories.frames import ChatFrames, Json, ReadChat

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import tyro
 
 from nanoengine.extras import missing
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import client_tool_chat

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 
 Json = dict[str, Any]
 

@@ -44,7 +44,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.agents.times import RolloutTimes, TurnTimes
 from nanorl.trajectories.atif import AgentInfo
 from nanorl.trajectories.base import (

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.report.evaluation import PART
 from nanorl.report.trace import Decode, split_text
 from nanorl.report.transcript import verdict

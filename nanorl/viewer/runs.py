@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.run_folder import LOCK
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels.checksum import checksum
 from nanoengine.engine import Engine
-from nanoengine.model.hf import read_state, write_folder
+from nanoengine.formats.hf import read_state, write_folder
 from nanoengine.parallel.layout import WORLD
 from nanoengine.plan.footprint import num_params
 from nanoengine.state.checkpoint import sync_folder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from nanoengine.model.families import FAMILIES
+from nanoengine.formats.families import FAMILIES
 
 Fields = dict[str, Any]
 NUM_DRAWS = 200

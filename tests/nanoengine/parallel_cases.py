@@ -18,9 +18,8 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.families import FAMILIES
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
-from nanoengine.model.linear import Slice, record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
@@ -28,6 +27,7 @@ from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel,
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, REPLICA_AXES, Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import Slice, record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.sft import num_loss_tokens

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from nanoengine.config import AdamWConfig, EngineConfig
 from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
-from nanoengine.model.linear import record_of
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.layout import DATA_AXES, Layout
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
-from nanoengine.parallel.tensor_parallel import (
-    TensorParallel,
-    vocab_parallel_logprob,
-)
+from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoengine.sft import num_loss_tokens
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from nanoengine import pipeline_engine
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.stage import make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.pipeline_engine import PipelineEngine

@@ -16,8 +16,8 @@ from tiny_shapes import DENSE, MOE
 
 from nanoengine.build import build_engine, build_value_engine, check_layout
 from nanoengine.config import EngineConfig
+from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.transfer import to_device, to_host
-from nanoengine.model.device import resolve_device
+from nanoengine.parallel.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import rope_tables
-from nanoengine.model.rope import plain_frequencies
-from nanoengine.model.transformer import Transformer
+from nanoengine.model.layers import plain_frequencies
+from nanoengine.model.transformer import Transformer, layer_class
 
 NUM_TOKENS = 12  # more than the widest window
 GROUP = 20  # draws of a test
@@ -113,9 +112,8 @@ def what_layers_are_given(fields: Fields) -> list[dict[str, Any]]:
 def check_layers(fields: Fields) -> None:
     given, config = what_layers_are_given(fields), ModelConfig.from_hf_dict(fields)
     ours = Transformer(config, device="meta")
-    tables = [rope_tables(config, torch.float32, "cpu")] * 2
-    if config.local_rope_theta is not None:
-        tables[1] = rope_tables(config, torch.float32, "cpu", is_local=True)
+    ropes = layer_class(config).rope_tables(config, torch.float32, "cpu")
+    tables = [ropes[:2], ropes[-2:]]
     assert len(given) == len(ours.layers)
     steps = torch.arange(NUM_TOKENS)
     behind = steps[:, None] - steps

@@ -18,9 +18,9 @@ from kernels import pack_weight
 from nanoengine.config import EngineConfig
 from nanoengine.determinism import require_deterministic_cublas
 from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.formats.hf import save_model
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 from nanoengine.sft import num_loss_tokens, sft_loss

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.families import FAMILIES
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
 from kernels.checksum import all_finite
+from nanoengine.formats.hf import export_state, hf_views, load_model, load_stages, read_state
+from nanoengine.formats.mxfp4 import widen_mxfp4, widened
+from nanoengine.formats.sources import resolve_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, hf_views, load_model, load_stages, read_state
-from nanoengine.model.mxfp4 import widen_mxfp4, widened
-from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.stage import Stage
 from nanoengine.sequence_classifier import load_sequence_classifier

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.model.hf import read_state
-from nanoengine.model.lora import LowRank, read_adapter, write_adapter
-from nanoengine.model.lora_config import LoraConfig
+from nanoengine.adapters.lora import LowRank, read_adapter, write_adapter
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.formats.hf import read_state
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint, write_meta, write_synced
 from nanoengine.state.run_folder import take_lock
 from nanoengine.tensor_file import CheckpointError, read_header, write_tensors

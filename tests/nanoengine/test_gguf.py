@@ -23,11 +23,11 @@ from gguf_files import (
 from tiny_models import make_reference
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from nanoengine.formats.gguf import convert_gguf
+from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.gguf import convert_gguf
-from nanoengine.model.hf import load_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 
 KINDS = gguf.GGMLQuantizationType
 IDS = torch.arange(40)[None] * 7 % 211

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_reference
 
-from nanoengine.model.gguf import convert_gguf
-from nanoengine.model.gguf_file import GgufFields, read_gguf
+from nanoengine.formats.gguf import convert_gguf
+from nanoengine.formats.gguf_file import GgufFields, read_gguf
 
 KINDS = gguf.GGMLQuantizationType
 

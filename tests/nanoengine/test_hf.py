@@ -12,10 +12,8 @@ from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
-from nanoengine.model.hf import (
+from nanoengine.formats.families import FAMILIES
+from nanoengine.formats.hf import (
     export_state,
     hf_views,
     load_model,
@@ -23,6 +21,8 @@ from nanoengine.model.hf import (
     save_model,
     shard_names,
 )
+from nanoengine.model.attention import PackedContext, packed_positions
+from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.plan.footprint import num_params
 from nanoengine.state.export import export_hf

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
+from nanoengine.adapters.lora import merge_lora
+from nanoengine.formats.hf import load_model
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model
-from nanoengine.model.lora import merge_lora
-from nanoengine.model.matrices import adaptable
 
 SHAPE = "qwen2-untied-theta"
 MODULES = {

@@ -11,14 +11,15 @@ from test_lora_training import folder as folder
 from tiny_models import optimizer_state, save_reference
 from transformers import AutoModelForCausalLM
 
+from nanoengine.adapters.lora import merge_lora
+from nanoengine.adapters.lora_adapter import LoraBase
+from nanoengine.adapters.lora_engine import LoraEngine
+from nanoengine.architectures.quantized import Int8Linear
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraBase
-from nanoengine.lora_engine import LoraEngine
+from nanoengine.formats.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import merge_lora
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample
@@ -160,7 +161,9 @@ def held_bytes(model: Transformer) -> int:
     """Of the matrices of layers, with every copy."""
     matrices = [module for module in model.modules() if isinstance(module, PackedLinear)]
     tensors = [x for m in matrices for x in (m.weight, m.packed) if x is not None and not x.is_meta]
-    return sum(x.nbytes for x in (*tensors, *(m.int8 for m in matrices if m.int8 is not None)))
+    return sum(
+        x.nbytes for x in (*tensors, *(m.int8 for m in matrices if isinstance(m, Int8Linear)))
+    )
 
 
 def test_a_base_takes_a_quarter_of_the_memory_and_nothing_more_while_it_trains(

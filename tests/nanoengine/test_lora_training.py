@@ -9,14 +9,15 @@ import pytest
 import torch
 from tiny_models import make_reference, optimizer_state, save_reference
 
+from nanoengine.adapters.lora import merge_lora, read_adapter
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.lora_engine import LoraEngine
+from nanoengine.architectures.quantized import quantize
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.lora_engine import LoraEngine
+from nanoengine.formats.hf import load_model, save_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.lora import merge_lora, read_adapter
-from nanoengine.model.lora_config import LoraConfig
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 
@@ -283,6 +284,6 @@ def test_what_cannot_be_trained_is_refused(folder: Path, tmp_path: Path) -> None
         adapter.load(wrong)
     assert torch.equal(adapter.changes()["model.layers.0.mlp.up_proj"].low_RI, before)
     split = load_model(folder)
-    split.quantize("fp8")
+    quantize(split, "fp8")
     with pytest.raises(ValueError, match="is in fp8 or split"):
         LoraBase(split)

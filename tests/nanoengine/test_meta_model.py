@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
-from nanoengine.model.hf import hf_views
+from nanoengine.formats.hf import hf_views
 from nanoengine.model.transformer import Transformer
 import tiny_shapes
 model = Transformer(tiny_shapes.{shape}, device="meta")

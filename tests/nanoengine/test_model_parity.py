@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kernels import linear_logprob, logits_logprob
+from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.transformer import Transformer
 
 ALL_SHAPES = [*SHAPES, *MOE_SHAPES, *FAMILY_SHAPES]

@@ -12,8 +12,8 @@ from tiny_models import save_reference
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.hf import export_state, load_model, load_state
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, load_model, load_state
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 

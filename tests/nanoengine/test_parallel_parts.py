@@ -20,7 +20,7 @@ from pool import WorkerPool
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.model import hf
+from nanoengine.formats import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel

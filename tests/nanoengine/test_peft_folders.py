@@ -17,13 +17,13 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from tiny_models import make_reference, save_reference
 
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora import LowRank, merge_lora, read_adapter
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.peft_config import PLAIN, USED, WITHOUT_EFFECT, read_peft_config
+from nanoengine.formats.hf import load_model
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model
-from nanoengine.model.lora import LowRank, merge_lora, read_adapter
-from nanoengine.model.lora_config import LoraConfig
-from nanoengine.model.matrices import adaptable
-from nanoengine.model.peft_config import PLAIN, USED, WITHOUT_EFFECT, read_peft_config
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 

@@ -18,7 +18,7 @@ from test_parallel_training import compare
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.model.hf import hf_views, load_model
+from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 from pool import WorkerPool
 from torch import Tensor
 
-from nanoengine.model.linear import Slice
+from nanoengine.parallel.parameter_record import Slice
 from nanoengine.state.checkpoint_writer import choose_writers
 from nanoengine.state.reshard import Resharder
 from nanoengine.state.slices import Box, Held, Piece, cut_parameter, make_piece, make_plan

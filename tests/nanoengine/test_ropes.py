@@ -17,11 +17,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from nanoengine.formats.families import FAMILIES
+from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.families import FAMILIES
-from nanoengine.model.hf import load_model
-from nanoengine.model.rope import plain_frequencies
+from nanoengine.model.layers import plain_frequencies
 
 NUM_DRAWS = 240
 FIELDS = {

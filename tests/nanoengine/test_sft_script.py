@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from nanoengine import sft_run
-from nanoengine.model.hf import hf_views, load_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.sft import Order, chat_sample, read_chats
 from nanoengine.state.checkpoint import list_checkpoints
 from nanoengine.stop_signals import Interrupted
+from nanoengine.text.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATS = [

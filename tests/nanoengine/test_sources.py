@@ -13,9 +13,9 @@ import pytest
 from gguf_files import write_gguf
 from tiny_models import make_reference
 
-from nanoengine.model import sources
-from nanoengine.model.hf import load_model
-from nanoengine.model.sources import (
+from nanoengine.formats import sources
+from nanoengine.formats.hf import load_model
+from nanoengine.formats.sources import (
     SMOLLM2,
     DownloadError,
     WheelModel,

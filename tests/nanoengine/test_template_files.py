@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from nanoengine.formats.hf import save_model
+from nanoengine.formats.template_files import read_templates, template_files
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
-from nanoengine.model.template_files import read_templates, template_files
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.manifest import model_fingerprint
 
 USER = [{"role": "user", "content": "a"}]

@@ -8,8 +8,8 @@ from tiny_text import TEMPLATE, VOCAB
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 

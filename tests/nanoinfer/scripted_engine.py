@@ -10,8 +10,8 @@ import pytest
 from tiny_text import VOCAB, make_tokenizer
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Grammar, Output, SamplingParams

@@ -17,7 +17,7 @@ NEEDS = "needs the extra `serve` (starlette, uvicorn)"
 pytest.importorskip("starlette", reason=NEEDS)
 uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
 
-from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
+from nanoengine.text.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
 from nanoinfer.server.access import Access  # noqa: E402

@@ -11,8 +11,8 @@ import torch
 from pool import Rank
 from torch import Tensor
 
+from nanoengine.formats.hf import load_model, read_state
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_model, read_state
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine

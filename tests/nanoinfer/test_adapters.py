@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_models import save_reference
 
-from nanoengine.model.hf import hf_views, load_model
-from nanoengine.model.lora import LowRank, merge_lora, write_adapter
-from nanoengine.model.lora_config import LoraConfig
-from nanoengine.model.matrices import adaptable
+from nanoengine.adapters.lora import LowRank, merge_lora, write_adapter
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.formats.hf import hf_views, load_model
+from nanoengine.formats.matrices import adaptable
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from cache_oracle import CacheRunner, make_engine, replay
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.params import SamplingParams

@@ -6,7 +6,7 @@ import threading
 import pytest
 from cache_oracle import make_engine, replay
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.params import SamplingParams
 from nanoinfer.sequence import Sequence

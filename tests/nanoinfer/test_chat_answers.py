@@ -8,7 +8,7 @@ import pytest
 from model_forms import TOOLS, tokenizer_of
 from reply_cases import CASES, Case
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.call_ids import ids_of, next_ids, short_id
 from nanoinfer.chat.choose import BY_NAME

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_text import TEMPLATE, make_tokenizer
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.prompts import chat_ids
 from nanoinfer.dialects.chat import ChatDialect
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall, ToolForm

@@ -16,7 +16,7 @@ import torch
 from tiny_models import make_reference, save_reference
 
 from kernels.kv_cache import key_rows
-from nanoengine.model.hf import export_state, load_model
+from nanoengine.formats.hf import export_state, load_model
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import RunnerOutput, StepInput

@@ -9,8 +9,8 @@ from drafts import PlantedDrafter, plant
 from tiny_models import FAMILY_SHAPES, save_reference
 
 from kernels import linear_logprob
+from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig

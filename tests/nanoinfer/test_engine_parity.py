@@ -8,7 +8,7 @@ from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams

@@ -8,7 +8,7 @@ import test_engine_exactness as exactness
 import torch
 from tiny_models import save_reference
 
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoengine.model.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("no_native")

@@ -15,8 +15,8 @@ from pool import WorkerPool
 from tiny_models import make_reference, save_reference
 
 from kernels import linear_logprob
+from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -44,7 +44,7 @@ sys.argv = ["scripts/bench_infer_gpu.py", *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 IMPORT = """
-import nanoengine.model.hf, nanoinfer.engine, nanoinfer.gpu.cuda_graph, nanoinfer.async_engine
+import nanoengine.formats.hf, nanoinfer.engine, nanoinfer.gpu.cuda_graph, nanoinfer.async_engine
 try:
     import jinja2
 except ModuleNotFoundError:

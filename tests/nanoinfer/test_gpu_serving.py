@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from fake_cuda import SHAPE, Copy, FakeCuda, WrongDevice, fake_gpu
 from tiny_text import save_folder
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine

@@ -13,7 +13,7 @@ import torch
 from test_weights import GREEDY, PROMPT, SHAPE, new_state, served
 from tiny_models import make_reference, save_reference
 
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig, InFlight
 from nanoinfer.engine import LLMEngine

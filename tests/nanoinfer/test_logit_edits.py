@@ -263,7 +263,7 @@ def test_a_weight_update_scores_an_unfinished_prompt_again() -> None:
 
 
 def new_weights() -> list[tuple[str, torch.Tensor]]:
-    from nanoengine.model.hf import export_state
+    from nanoengine.formats.hf import export_state
 
     return list(export_state(make_model(seed=9)))
 

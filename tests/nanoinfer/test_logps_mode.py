@@ -13,8 +13,8 @@ from test_sampler import batch
 from tiny_models import save_reference
 from tiny_text import make_model, make_tokenizer
 
+from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
-from nanoengine.model.hf import load_model
 from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

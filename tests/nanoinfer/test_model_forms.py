@@ -10,8 +10,8 @@ import pytest
 from model_forms import FORMS, TOOLS, engine_of, tokenizer_of
 from serving import Served, serve
 
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.choose import ClientTool, tool_chat

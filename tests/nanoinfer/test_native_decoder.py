@@ -9,7 +9,8 @@ from tiny_models import save_reference
 
 from kernels.kv_cache import cache_rows
 from kernels.paged_attention import make_paged_plan
-from nanoengine.model.hf import export_state, load_model
+from nanoengine.architectures.quantized import quantize
+from nanoengine.formats.hf import export_state, load_model
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
@@ -50,7 +51,7 @@ def model(shape: str, request: pytest.FixtureRequest, tmp_path: Path) -> Transfo
     dtype, is_int8 = request.param
     model = load(shape, tmp_path, dtype)
     if is_int8:
-        model.quantize("int8")
+        quantize(model, "int8")
     return model
 
 

@@ -9,13 +9,13 @@ from tiny_text import make_model
 from torch import Tensor
 
 from kernels import Int8Weight
+from nanoengine.adapters.lora import LowRank
+from nanoengine.architectures.quantized import Fp8Linear, Int8Linear, quantize, quantize_head
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.formats.hf import export_state, load_model, save_model
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, load_model, save_model
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import LowRank
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
@@ -54,11 +54,10 @@ def test_log_probs_are_near_the_exact_ones_and_not_equal(
 
 def scales(engine: LLMEngine, kind: str) -> torch.Tensor:
     layer = engine.model.layers[0].qkv
-    assert isinstance(layer, PackedLinear)
     if kind == "int8":
-        assert layer.int8 is not None and layer.packed is None and layer.weight.is_meta
+        assert isinstance(layer, Int8Linear) and layer.packed is None and layer.weight.is_meta
         return layer.int8.scale_O
-    assert layer.fp8 is not None
+    assert isinstance(layer, Fp8Linear)
     return layer.fp8[1]
 
 
@@ -88,8 +87,8 @@ def test_logits_of_int8_are_off_by_hundredths_of_their_spread(
 ) -> None:
     """A weight is off by at most 1/254 of its output's largest; bf16 rounds other sums besides."""
     exact, rounded = make_model(dtype=dtype), make_model(dtype=dtype)
-    rounded.quantize("int8")
-    rounded.quantize_head()
+    quantize(rounded, "int8")
+    quantize_head(rounded)
     ids = torch.tensor(PROMPTS[2])
     logits = []
     for model in (exact, rounded):
@@ -130,7 +129,7 @@ def test_loading_into_int8_is_loading_and_quantising(tmp_path: Path) -> None:
     save_model(make_model(), tmp_path)
     loaded = load_model(tmp_path, torch.bfloat16, is_int8=True)
     quantised = load_model(tmp_path, torch.bfloat16)
-    quantised.quantize("int8")
+    quantize(quantised, "int8")
     for (name, ours), (_, theirs) in zip(
         export_state(loaded), export_state(quantised), strict=True
     ):
@@ -182,7 +181,7 @@ def test_what_cannot_be_is_refused() -> None:
         make_engine(quantization="int8", deterministic=True)
     elsewhere = Transformer(make_model().config, device="meta")
     with pytest.raises(ValueError, match="quantization='int8': the model is on meta"):
-        elsewhere.quantize("int8")
+        quantize(elsewhere, "int8")
     engine = make_engine(quantization="fp8")
     with pytest.raises(ValueError, match="quantised, and those have no gradient"):
         Engine(engine.model, EngineConfig())

@@ -10,7 +10,7 @@ import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
-from nanoengine.model.hf import save_model
+from nanoengine.formats.hf import save_model
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 

@@ -10,9 +10,9 @@ import torch
 from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
-from nanoengine.model.lora import LowRank, write_adapter
-from nanoengine.model.lora_config import LoraConfig
-from nanoengine.model.matrices import adaptable
+from nanoengine.adapters.lora import LowRank, write_adapter
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.formats.matrices import adaptable
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import ServerConfig

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from test_server_adapters import changes
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
-from nanoengine.model.hf import save_model
-from nanoengine.model.lora import write_adapter
-from nanoengine.model.lora_config import LoraConfig
+from nanoengine.adapters.lora import write_adapter
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.formats.hf import save_model
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.app import HttpApp, make_app
 from nanoinfer.server.config import ServerConfig

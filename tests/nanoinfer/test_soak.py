@@ -18,7 +18,7 @@ from layout_draws import IN_TURN, draw_shape
 from parallel_cases import Case
 from tiny_text import VOCAB, make_model, make_text_engine, make_tokenizer
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

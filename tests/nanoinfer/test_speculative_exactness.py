@@ -11,7 +11,7 @@ import torch
 from drafts import PlantedDrafter, plant
 from tiny_text import VOCAB, make_model, make_tokenizer
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig

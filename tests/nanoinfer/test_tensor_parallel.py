@@ -10,7 +10,7 @@ import tensor_parallel_cases as cases
 from pool import WorkerPool
 from tiny_models import save_reference
 
-from nanoengine.model.hf import load_model
+from nanoengine.formats.hf import load_model
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output
 

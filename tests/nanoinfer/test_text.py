@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_text import make_text_engine, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.options.text import TextStream
 from nanoinfer.params import Grammar, Output, SamplingParams

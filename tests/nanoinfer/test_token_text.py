@@ -9,7 +9,7 @@ import pytest
 from tiny_text import make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.server.responses import chat_logprobs, text_logprobs
 from nanoinfer.server.token_text import TextOffsets, token_bytes, token_names
 

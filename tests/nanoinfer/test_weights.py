@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import make_reference, save_reference
 
-from nanoengine.model.hf import export_state, load_model, load_state
+from nanoengine.formats.hf import export_state, load_model, load_state
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams

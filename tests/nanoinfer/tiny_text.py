@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 

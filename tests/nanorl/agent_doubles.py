@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.params import Output, SamplingParams
 from nanorl.envs.actions import MARKDOWN, ActionFormat

@@ -10,7 +10,7 @@ from agent_doubles import EOS, output_of, tiny_tokenizer
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
 from nanorl.endpoint.recording import Recording, Sampled

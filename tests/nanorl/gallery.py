@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from nanorl.doctor.template_proof import Proof

@@ -27,8 +27,8 @@ from nanoengine.build import build_engine, build_value_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn
+from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.parallel.layout import DATA_AXES, Layout, SplitConfig

@@ -12,7 +12,7 @@ from pool import Rank
 from tiny_text import make_model
 from torch import Tensor
 
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanoengine.model.hf import load_model
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.formats.hf import load_model
 from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import make_piece
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl import cli
 from nanorl.commands.terminal import printable
 from nanorl.presets import tiny

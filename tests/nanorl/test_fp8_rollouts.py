@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanoengine.architectures.quantized import Fp8Linear
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
@@ -78,7 +78,7 @@ def test_a_step_trains_on_fp8_rollouts_and_their_matrices_follow_the_weights() -
     rollout_engine = LLMEngine(make_model(), InferConfig(num_blocks=64, quantization="fp8"))
     trainer = Engine(make_model(), EngineConfig(lr=1e-3))
     matrix = rollout_engine.model.layers[0].qkv
-    assert isinstance(matrix, PackedLinear) and matrix.fp8 is not None
+    assert isinstance(matrix, Fp8Linear)
     before = matrix.fp8[0].float() * matrix.fp8[1].repeat_interleave(128, 1)[:, :160]
     with ThreadPoolExecutor(1) as thread:
         generator = AsyncEngine(rollout_engine, executor=thread)

@@ -13,10 +13,10 @@ import torch
 from gallery import FAMILIES, tokenizer_of
 
 import nanorl
+from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import save_model
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.store import RolloutStore
 
 NO_TOOLS = {"gemma2"}

@@ -13,7 +13,7 @@ from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine
 
 from kernels.checksum import checksum
-from nanoengine.model.hf import export_state, save_model
+from nanoengine.formats.hf import export_state, save_model
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
 from nanorl.roles.http_replica import HttpReplica

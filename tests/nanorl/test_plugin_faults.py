@@ -22,7 +22,7 @@ import pytest
 from agent_doubles import output_of
 from test_hosting import held, resident_bytes, sleeper
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.cli import main

@@ -17,8 +17,8 @@ from agent_doubles import EOS, tiny_tokenizer
 from test_recipe_references import NUM_BATCHES, same
 from torch import Tensor
 
-from nanoengine.model.chat_template import Message
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
+from nanoengine.text.chat_template import Message
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder

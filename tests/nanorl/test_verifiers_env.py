@@ -22,7 +22,7 @@ import pytest
 import tiny_text
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
-from nanoengine.model.hf import save_model
+from nanoengine.formats.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams

@@ -17,7 +17,7 @@ from torch import Tensor
 from weight_cases import serve, weights_of
 
 from nanoengine.engine import Engine
-from nanoengine.model.hf import export_state, read_state
+from nanoengine.formats.hf import export_state, read_state
 from nanoinfer.engine import LLMEngine
 from nanorl.weights.cuda_ipc import GpuHandle
 from nanorl.weights.delta import apply_changes, changes

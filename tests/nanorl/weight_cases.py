@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.checksum import checksum, copy_with_checksums
 from nanoengine.engine import Engine
-from nanoengine.model.hf import export_state
+from nanoengine.formats.hf import export_state
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig

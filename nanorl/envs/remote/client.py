@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from nanoengine.extras import missing
-from nanoengine.model.chat_template import Message
-from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.text.chat_template import Message
+from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
 from nanorl.rewards.base import Score, Transcript
 from nanorl.tasks.records import check_agent

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanoengine.model.chat_template import Message
+from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task

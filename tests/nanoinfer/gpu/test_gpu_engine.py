@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kernels import linear_logprob
+from nanoengine.formats.hf import export_state
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

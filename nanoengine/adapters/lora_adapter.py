@@ -20,7 +20,7 @@ has that limit; here training sees it too, since its log-probs are those of the 
 
 **An int8 base** (`load_model(folder, dtype, is_int8=True)`; kernels/int8.py) takes a byte a weight
 and nothing beside it, but its coarse steps would swallow the change. There the adapter is added, as
-(x·Aᵀ)·(scale·B)ᵀ in fp32 (model/low_rank.py), and the rollout engine runs the trainer's own model:
+(x·Aᵀ)·(scale·B)ᵀ in fp32 (low_rank.py), and the rollout engine runs the trainer's own model:
 the same lines, hence again the same bits. Embedding, norms and output head keep their dtype.
 
 **The backward pass** never forms the gradient of a weight. With y = x·Wₑᵀ and dW = dyᵀ·x,
@@ -38,7 +38,7 @@ Over int8, dx = (dy·scale)·q by the same product, beside the adapter's part.
 
 Left out: dropout (sampling has none, so log-probs would differ), models that are split over ranks,
 experts, output head and embedding.
-Next: lora_engine.py; model/lora.py for folders.
+Next: lora_engine.py; adapters/lora.py for folders.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ from torch import Tensor, nn
 
 from kernels.cpp.ops import LowRankTable
 from kernels.linear import accumulate_weight_grad, matmul_rows
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import (
+from nanoengine.adapters.lora import (
     Adapter,
     LowRank,
     adapter_of,
     choose_targets,
     write_adapter,
 )
-from nanoengine.model.lora_config import LoraConfig
-from nanoengine.model.low_rank import AddedChange
-from nanoengine.model.matrices import MatrixRows, adaptable
+from nanoengine.adapters.lora_config import LoraConfig
+from nanoengine.adapters.low_rank import AddedChange
+from nanoengine.architectures.quantized import Int8Linear
+from nanoengine.formats.matrices import MatrixRows, adaptable
+from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 
 
@@ -131,10 +132,12 @@ class LoraBase:
     def _add(self, before: LoraAdapter | None, adapter: LoraAdapter | None) -> None:
         """`activate` over an int8 base."""
         for matrix in before.matrices if before is not None else ():
+            assert isinstance(matrix, Int8Linear), "all matrices that are adapted are int8"
             matrix.change = None
         self.active = adapter
         if adapter is not None:
             for matrix, parts in adapter.matrices.items():
+                assert isinstance(matrix, Int8Linear), "all matrices that are adapted are int8"
                 matrix.change = _TrainedChange(matrix, parts)
             adapter.is_stale = False
         self.model.num_repacks += 1  # whoever reads this model has to learn of it

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoengine.model.gguf import convert_gguf
+from nanoengine.formats.gguf import convert_gguf
 
 DEFAULT_CACHE = Path("~/.cache/nanorl")
 HUB = "hf:"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.model.hf import read_state
+from nanoengine.formats.hf import read_state
 
 AUTO = "auto"
 _BY_NAME = {

@@ -17,6 +17,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,14 +25,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.checksum import all_finite, copy_large
+from nanoengine.architectures.family_layer import FamilyLayer
+from nanoengine.architectures.moe import ExpertSplit, MoeMlp
+from nanoengine.architectures.quantized import Int8Linear, check_quantizable, quantize_layer
+from nanoengine.formats.config_json import context_limit
+from nanoengine.formats.families import ModelFamily, family_of
+from nanoengine.formats.matrices import int8_places
+from nanoengine.formats.mxfp4 import widened
+from nanoengine.formats.template_files import template_files
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear, Slice, TensorSplit, side_by_side
-from nanoengine.model.matrices import MatrixRows, adaptable
-from nanoengine.model.moe import ExpertSplit, MoeMlp
-from nanoengine.model.mxfp4 import widened
-from nanoengine.model.template_files import template_files
+from nanoengine.model.linear import TensorSplit
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.parameter_record import Slice, side_by_side
 from nanoengine.plan.footprint import num_params
 from nanoengine.tensor_file import dtype_name, write_tensors
 
@@ -70,7 +76,7 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
         views["model.embed_tokens.weight"] = model.embedding.detach()
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
-            views |= _layer_views(layer)
+            views |= _layer_views(layer, family_of(model.config.model_type))
     if model.norm is not None:
         views["model.norm.weight"] = model.norm.detach()
     if model.head is not None:
@@ -78,15 +84,14 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
     return views
 
 
-def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
-    family = layer.family
+def _layer_views(layer: DecoderLayer, family: ModelFamily) -> dict[str, Tensor]:
     prefix = f"model.layers.{layer.index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     rows: tuple[int, ...] = (layer.q_width, layer.kv_width, layer.kv_width)
     qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
     if family.fused_qkv:
         rows, qkv = (sum(rows),), (f"{attention}.qkv_proj",)
-    views = _norm_views(layer, prefix, "input_norm")
+    views = _norm_views(layer, family, prefix, "input_norm")
     parts = layer.qkv.weight.detach().split(rows)
     views |= {f"{name}.weight": part for name, part in zip(qkv, parts, strict=True)}
     if layer.qkv.bias is not None:
@@ -100,24 +105,20 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     views[f"{attention}.o_proj.weight"] = layer.out.weight.detach()
     if layer.out.bias is not None:
         views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
-    views |= _norm_views(layer, prefix, "attention_norm", "post_norm", "mlp_norm")
-    if isinstance(layer.moe, MoeMlp) and layer.moe.is_stacked:
-        return views | _stacked_views(mlp, layer.moe)
-    if isinstance(layer.moe, MoeMlp):
-        views[f"{mlp}.gate.weight"] = layer.moe.router.weight.detach()
-        stacks = (layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach())
-        for index, gate_up, down in zip(layer.moe.held, *stacks, strict=True):
-            views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
-        return views
+    views |= _norm_views(layer, family, prefix, "attention_norm", "post_norm", "mlp_norm")
+    if isinstance(layer, FamilyLayer) and layer.moe is not None:
+        return views | _expert_views(mlp, layer.moe)
     gate_up, down = layer.gate_up.weight.detach(), layer.down.weight.detach()
     if family.fused_gate_up:
         return views | {f"{mlp}.gate_up_proj.weight": gate_up, f"{mlp}.down_proj.weight": down}
     return views | _mlp_views(mlp, gate_up, down)
 
 
-def _norm_views(layer: DecoderLayer, prefix: str, *names: str) -> dict[str, Tensor]:
+def _norm_views(
+    layer: DecoderLayer, family: ModelFamily, prefix: str, *names: str
+) -> dict[str, Tensor]:
     """Those of a layer's norms that its family has."""
-    theirs = layer.family.norms
+    theirs = family.norms
     return {
         f"{prefix}.{theirs[name]}.weight": getattr(layer, name).detach()
         for name in names
@@ -129,6 +130,16 @@ def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     gate, up = gate_up.chunk(2)
     names = ("gate_proj", "up_proj", "down_proj")
     return {f"{mlp}.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
+
+
+def _expert_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
+    if moe.is_stacked:
+        return _stacked_views(mlp, moe)
+    views = {f"{mlp}.gate.weight": moe.router.weight.detach()}
+    stacks = (moe.gate_up.weight.detach(), moe.down.weight.detach())
+    for index, gate_up, down in zip(moe.held, *stacks, strict=True):
+        views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
+    return views
 
 
 def _stacked_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
@@ -148,6 +159,7 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
     or, of stacked experts, over those that share the experts; names that every rank holds whole are
     absent, so a model that is not split has none."""
     split, config = model.split, model.config
+    is_wide = family_of(config.model_type).qk_norm == "width"
     if model.experts is not None:
         held = model.experts.held
         part = Slice(0, config.num_experts, ((held.start, held.stop),))
@@ -166,7 +178,7 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
             found[name] = Slice(0, config.vocab_size, (split.run(config.vocab_size),))
         elif kind in fused:
             found[name] = side_by_side(0, fused[kind], split)
-        elif kind in _COLUMN_SPLIT or (kind in _HEAD_NORMS and config.family.qk_norm == "width"):
+        elif kind in _COLUMN_SPLIT or (kind in _HEAD_NORMS and is_wide):
             found[name] = side_by_side(0, (split.size * view.shape[0],), split)
         elif kind in _STACK_SPLIT:
             dim = _STACK_SPLIT[kind]
@@ -206,13 +218,13 @@ def export_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each Hugging Face tensor once, as a view where `dtype` is the model's own (the default):
     read it before the weights change. An int8 matrix as what it stands for, a fresh tensor."""
-    places = _int8_places(model)
-    last: tuple[PackedLinear, Tensor] | None = None
+    places = {name: (place, matrix) for name, place, matrix in int8_places(model)}
+    last: tuple[Int8Linear, Tensor] | None = None
     for name, view in hf_views(model).items():
-        place = places.get(name)
-        if place is not None:
-            if last is None or last[0] is not place.matrix:  # q, k and v lie in one
-                last = place.matrix, place.matrix.dequantized()
+        if name in places:
+            place, matrix = places[name]
+            if last is None or last[0] is not matrix:  # q, k and v lie in one
+                last = matrix, matrix.dequantized()
             view = last[1][place.lo : place.hi].to(view.dtype)
         yield name, view if dtype is None else view.to(dtype)
 
@@ -223,17 +235,9 @@ def held_state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     for name, view in hf_views(model).items():
         if not view.is_meta:
             yield name, view
-    for name, place in _int8_places(model).items():
-        if place.matrix.change is not None:
-            yield from ((name, tensor) for tensor in place.matrix.change.tensors())
-
-
-def _int8_places(model: Transformer) -> dict[str, MatrixRows]:
-    """Where the tensors lie that have no view."""
-    if model.quantization != "int8":
-        return {}
-    places = adaptable(model).items()
-    return {f"{name}.weight": place for name, place in places if place.matrix.int8 is not None}
+    for name, _, matrix in int8_places(model):
+        if matrix.change is not None:
+            yield from ((name, tensor) for tensor in matrix.change.tensors())
 
 
 def load_state(
@@ -264,11 +268,11 @@ def load_state(
         check_finite(tensors.items(), "nothing was loaded; fetch the model again")
     plain = {name: view for name, view in views.items() if not view.is_meta}
     copy_large(list(plain.values()), [tensors[name] for name in plain])
-    parts: dict[PackedLinear, list[Tensor]] = {}
-    for name, place in _int8_places(model).items():
-        parts.setdefault(place.matrix, []).append(tensors[name])
+    parts: dict[Int8Linear, list[Tensor]] = {}
+    for name, _, matrix in int8_places(model):
+        parts.setdefault(matrix, []).append(tensors[name])
     for matrix, theirs in parts.items():
-        matrix.write_int8(torch.cat([part.to(matrix.weight.dtype) for part in theirs]))
+        matrix.write(torch.cat([part.to(matrix.weight.dtype) for part in theirs]))
     if packs:
         model.repack()
 
@@ -330,6 +334,11 @@ def check_finite(state: Iterable[tuple[str, Tensor]], outcome: str) -> None:
             raise ValueError(f"tensor {name!r} holds NaN or infinity; {outcome}")
 
 
+def check_held(model: Transformer, outcome: str) -> None:
+    """`check_finite` of a model's own values."""
+    check_finite(held_state(model), outcome)
+
+
 def check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """Refuse tensors whose names or shapes are not those of `hf_views`."""
     problems = []
@@ -363,9 +372,9 @@ def load_model(
 ) -> Transformer:
     """Read config.json and the tensors of a Hugging Face folder; with `split`, this rank's part of
     them. `packs` False leaves the prepacked copies to the trainer that the model is for: in the
-    dtype of the folder they would double what loading takes. `is_int8` quantises matrix by matrix
-    (`Transformer.quantize`): no two of them are in memory in another format. `ValueError` names the
-    file that is missing or damaged and what to do."""
+    dtype of the folder they would double what loading takes. `is_int8` quantises layer by
+    layer (architectures/quantized.py): no two of them are in memory in another format. `ValueError`
+    names the file that is missing or damaged and what to do."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
@@ -373,7 +382,14 @@ def load_model(
     say_limit(path, config)
     check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
-    model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split, is_int8=is_int8)
+    finish = None
+    if is_int8:
+        is_split = split is not None and split.size > 1
+        check_quantizable("int8", torch.device(device), is_split=is_split)
+        finish = partial(quantize_layer, kind="int8")
+    model = Transformer(
+        config, dtype, device, head_dtype=head_dtype, split=split, finish_layer=finish
+    )
     try:
         load_state(model, state, packs=packs)
     except ValueError as error:
@@ -383,8 +399,9 @@ def load_model(
 
 def say_limit(folder: Path, config: ModelConfig) -> None:
     """Warn once where the context of a folder ends before others serve it."""
-    if config.context_limit is not None:
-        warnings.warn(f"{folder / 'config.json'}: {config.context_limit}", stacklevel=3)
+    limit = context_limit(config)
+    if limit is not None:
+        warnings.warn(f"{folder / 'config.json'}: {limit}", stacklevel=3)
 
 
 def check_memory(

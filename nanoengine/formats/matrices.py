@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nanoengine.architectures.family_layer import FamilyLayer
+from nanoengine.architectures.quantized import Int8Linear
+from nanoengine.formats.families import ModelFamily, family_of
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
@@ -35,9 +38,10 @@ def adaptable(model: Transformer) -> dict[str, MatrixRows]:
     """The modules that can be trained or served as adapters, in the order of the model: every
     matrix of attention and of dense MLPs."""
     found: dict[str, MatrixRows] = {}
+    family = family_of(model.config.model_type)
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
-            for matrix, names, widths in _matrices(layer):
+            for matrix, names, widths in _matrices(layer, family):
                 lo = 0
                 for name, width in zip(names, widths, strict=True):
                     found[f"model.layers.{layer.index}.{name}"] = MatrixRows(matrix, lo, lo + width)
@@ -45,17 +49,28 @@ def adaptable(model: Transformer) -> dict[str, MatrixRows]:
     return found
 
 
-def _matrices(layer: DecoderLayer) -> Iterator[tuple[PackedLinear, Sequence[str], Sequence[int]]]:
+def int8_places(model: Transformer) -> Iterator[tuple[str, MatrixRows, Int8Linear]]:
+    """The tensors, by their names, that lie in int8 matrices and have no view."""
+    if model.quantization != "int8":
+        return
+    for name, place in adaptable(model).items():
+        if isinstance(place.matrix, Int8Linear):
+            yield f"{name}.weight", place, place.matrix
+
+
+def _matrices(
+    layer: DecoderLayer, family: ModelFamily
+) -> Iterator[tuple[PackedLinear, Sequence[str], Sequence[int]]]:
     """Each matrix of a layer, with the modules that lie in it and the rows of each."""
-    if layer.family.fused_qkv:
+    if family.fused_qkv:
         yield layer.qkv, ("self_attn.qkv_proj",), (len(layer.qkv.weight),)
     else:
         widths = (layer.q_width, layer.kv_width, layer.kv_width)
         yield layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths
     yield layer.out, ("self_attn.o_proj",), (len(layer.out.weight),)
-    if layer.moe is None:
+    if not isinstance(layer, FamilyLayer) or layer.moe is None:
         width = len(layer.gate_up.weight) // 2
-        if layer.family.fused_gate_up:
+        if family.fused_gate_up:
             yield layer.gate_up, ("mlp.gate_up_proj",), (2 * width,)
         else:
             yield layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (width, width)

@@ -19,29 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class RopeScaling(Protocol):
-    """A change to the frequencies, and to the length of what is rotated."""
-
-    @property
-    def magnitude(self) -> float:
-        """Rotated queries and keys are multiplied by it."""
-        ...
-
-    def frequencies(self, theta: float, dim: int) -> Tensor:
-        """[dim / 2] in fp32, radians a position."""
-        ...
-
-
-def plain_frequencies(theta: float, dim: int) -> Tensor:
-    """[dim / 2] in fp32 without any scaling."""
-    frequencies: Tensor = 1.0 / (theta ** _exponents(dim))
-    return frequencies
+from nanoengine.model.config import RopeScaling
+from nanoengine.model.layers import plain_frequencies
 
 
 def _exponents(dim: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What sets the model families apart: one record for each `model_type` of a config.json.
 
-There is one definition of the model (layers.py, transformer.py). A `ModelFamily` says which of its
+There is one definition of the model (model/transformer.py). A `ModelFamily` says which of its
 switches are on, under which names Hugging Face keeps the tensors, and which fields its config.json
 has, with the defaults of the configuration class in `transformers`. A family that needs no new
 switch is one more entry in `FAMILIES`.

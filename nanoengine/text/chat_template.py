@@ -20,7 +20,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nanoengine.model.template_files import DEFAULT
+from nanoengine.formats.template_files import DEFAULT
 
 WITH_TOOLS = "tool_use"
 

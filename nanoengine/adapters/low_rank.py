@@ -17,8 +17,8 @@ from torch import Tensor
 from kernels import linear, pack_weight
 from kernels.cpp.build import has_native
 from kernels.cpp.ops import LowRankTable, add_low_rank_
+from nanoengine.adapters.lora import LowRank
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import LowRank
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels import fused_moe, pack_weight, topk_softmax
+from nanoengine.formats.families import family_of
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import (
-    PackedLinear,
-    Slice,
-    TensorSplit,
-    mark_partial,
-    mark_slice,
-    record_of,
-)
+from nanoengine.model.linear import Packed, PackedLinear, TensorSplit
+from nanoengine.parallel.parameter_record import Slice, mark_partial, mark_slice, record_of
 
 
 class ExpertSplit(Protocol):
@@ -48,7 +43,7 @@ class ExpertSplit(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]: ...
 
 
-class ExpertStack(nn.Module):
+class ExpertStack(Packed):
     """One matrix an expert, [X, out, in], with their prepacked copies beside it, and where the
     family has them biases [X, out]."""
 
@@ -72,6 +67,9 @@ class ExpertStack(nn.Module):
         pairs = zip(self.packed, self.weight, strict=True)
         self.packed = [pack_weight(weight, old) for old, weight in pairs]
 
+    def forget(self) -> None:
+        self.packed = [None] * len(self.packed)
+
 
 class MoeMlp(nn.Module):
     """y = Σ of the K most probable experts' MLPs, weighted with their probabilities."""
@@ -91,7 +89,7 @@ class MoeMlp(nn.Module):
         self.held = range(config.num_experts) if experts is None else experts.held
         hidden, width = config.hidden_size, config.moe_intermediate_size // split.size
         # one switch: stacked experts have biases and the clamped activation (families.py)
-        self.is_stacked = config.family.experts == "stacked"
+        self.is_stacked = family_of(config.model_type).experts == "stacked"
         shape = (self.is_stacked, dtype, device)
         self.router = PackedLinear(hidden, config.num_experts, *shape)
         self.gate_up = ExpertStack(len(self.held), hidden, 2 * width, *shape)

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from nanoengine.adapters.lora_adapter import LoraAdapter
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, LossFn
-from nanoengine.lora_adapter import LoraAdapter
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES, AdamW
 from nanoengine.packing import Sample

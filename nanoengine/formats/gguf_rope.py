@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.model.gguf_file import GgufFields, GgufTensor
-from nanoengine.model.rope import Llama3Rope, plain_frequencies
+from nanoengine.architectures.rope import Llama3Rope
+from nanoengine.formats.gguf_file import GgufFields, GgufTensor
+from nanoengine.model.layers import plain_frequencies
 
 _FREQS, _LONG, _SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoengine.formats.gguf_file import GgufFields, GgufTensor, read_gguf
+from nanoengine.formats.gguf_rope import FACTORS, read_rope
+from nanoengine.formats.gguf_tokenizer import GgufTokenizer
+from nanoengine.formats.hf import check_state, hf_views, write_folder
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.gguf_file import GgufFields, GgufTensor, read_gguf
-from nanoengine.model.gguf_rope import FACTORS, read_rope
-from nanoengine.model.gguf_tokenizer import GgufTokenizer
-from nanoengine.model.hf import check_state, hf_views, write_folder
 from nanoengine.model.transformer import Transformer
 
 _GLOBAL_TENSORS = {

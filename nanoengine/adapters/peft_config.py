@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoengine.model.lora_config import ALL_LINEAR, scale_of
-from nanoengine.model.patterns import matches_end, matches_whole
+from nanoengine.adapters.lora_config import ALL_LINEAR, scale_of
+from nanoengine.adapters.patterns import matches_end, matches_whole
 
 HEAD = "lm_head"
 USED = frozenset(

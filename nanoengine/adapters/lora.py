@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.checksum import all_finite
-from nanoengine.model.hf import hf_views
-from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig
-from nanoengine.model.matrices import adaptable
-from nanoengine.model.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
+from nanoengine.adapters.lora_config import ALL_LINEAR, LoraConfig
+from nanoengine.adapters.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
+from nanoengine.formats.hf import hf_views
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 

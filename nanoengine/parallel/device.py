@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kernels.host_memory import release_free_memory, reuse_large_buffers
+from kernels.host_memory import reuse_large_buffers
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_local: int = 1) -> torch.device:
@@ -63,13 +63,6 @@ def enter_process(device: torch.device, num_threads: int) -> None:
 def worker_thread(name: str, device: torch.device, num_threads: int) -> ThreadPoolExecutor:
     """An executor of one thread that works on `device`."""
     return ThreadPoolExecutor(1, name, enter_device, (device, num_threads))
-
-
-def release_memory() -> None:
-    """Gives back what was freed on host and GPU, after a phase that needed more than the next one
-    will: both keep it for themselves otherwise."""
-    release_free_memory()
-    torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:

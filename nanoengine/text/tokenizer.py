@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from nanoengine.model.special_guard import SpecialGuard, mask_strings
-from nanoengine.model.template_files import as_config, read_templates, remove_templates
+from nanoengine.formats.template_files import as_config, read_templates, remove_templates
+from nanoengine.text.special_guard import SpecialGuard, mask_strings
 
 if TYPE_CHECKING:
-    from nanoengine.model.chat_template import ChatTemplates, Message
+    from nanoengine.text.chat_template import ChatTemplates, Message
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose content is written by us or by the policy; every other role is masked."""
@@ -60,7 +60,7 @@ class ChatTokenizer:
         self.control_ids = frozenset(i for i, token in added.items() if token.content.strip())
         self._templates: ChatTemplates | None = None
         if chat_template:
-            from nanoengine.model.chat_template import ChatTemplates  # needs jinja2
+            from nanoengine.text.chat_template import ChatTemplates  # needs jinja2
 
             self._templates = ChatTemplates(chat_template, _named_tokens(self._config))
 

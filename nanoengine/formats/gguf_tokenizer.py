@@ -29,7 +29,7 @@ from tokenizers import (
     processors,
 )
 
-from nanoengine.model.gguf_file import GgufFields
+from nanoengine.formats.gguf_file import GgufFields
 
 _FIELD = "tokenizer.ggml"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
