@@ -44,10 +44,10 @@ Groups = Sequence[Sequence[Rollout]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions:
+class UpdatePlan:
     """The options of a run that one optimizer batch reads.
 
-    StepOptions(algorithm=AlgorithmSpec(), max_tokens=256, temperature=0.7)
+    UpdatePlan(algorithm=AlgorithmSpec(), max_tokens=256, temperature=0.7)
     """
 
     algorithm: AlgorithmSpec
@@ -70,14 +70,14 @@ class StepOptions:
 class Learner:
     """Owns the training engine during the RL phase.
 
-    learner = Learner(options, engine=engine, publisher=publisher, thread=thread)
+    learner = Learner(plan, engine=engine, publisher=publisher, thread=thread)
     metrics = await learner.train_and_publish(groups, version=1)
     """
 
     def __init__(
-        self, options: StepOptions, *, engine: Engine, publisher: Publisher, thread: Executor
+        self, plan: UpdatePlan, *, engine: Engine, publisher: Publisher, thread: Executor
     ) -> None:
-        self.options = options
+        self.plan = plan
         self.engine = engine
         self.publisher = publisher
         self.thread = thread
@@ -114,7 +114,7 @@ class Learner:
         metrics = {**batch.metrics, **self._learn(batch)}
         metrics["train_s"] = time.perf_counter() - start
         # The comparison costs nothing: the step has computed the log-probs of both sides anyway.
-        if self.options.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
+        if self.plan.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
             raise RuntimeError(
                 f"--deterministic: rollout and training log-probs differ by "
                 f"{metrics['logp_gap_max']:.3g} nats; they must be equal bit for bit. "
@@ -125,13 +125,13 @@ class Learner:
 
     def _build(self, groups: Groups) -> TrainBatch:
         """Turn the groups into samples with advantages and weights."""
-        options = self.options
+        plan = self.plan
         return build_batch(
             groups,
-            options.algorithm,
-            max_tokens=options.max_tokens,
+            plan.algorithm,
+            max_tokens=plan.max_tokens,
             version=self.version,
-            num_minibatches=options.minibatches,
+            num_minibatches=plan.minibatches,
         )
 
     def _learn(self, batch: TrainBatch) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Learner:
         """Compare the log-probs of both engines on a batch that changes no weight."""
         if not batch.probe:
             return {}
-        temperature = self.options.temperature
+        temperature = self.plan.temperature
         return logp_gap(
             batch.probe, self.engine.forward_logprobs(batch.probe, temperature=temperature)
         )
@@ -151,24 +151,24 @@ class Learner:
     def _train_policy(self, batch: TrainBatch) -> dict[str, Any]:
         """Take a step for each minibatch and epoch. The ratios of all but the very first are
         against the policy before it."""
-        options, samples = self.options, batch.samples
+        plan, samples = self.plan, batch.samples
         metrics: dict[str, Any] = {}
-        if options.minibatches > 1 and options.is_exact:
+        if plan.minibatches > 1 and plan.is_exact:
             # The policy before the batch is the one that sampled it: nothing is scored again.
             old = [torch.tensor(sample.fields[Field.ROLLOUT_LOGP]) for sample in samples]
             samples = with_field(samples, Field.OLD_LOGP, old)
-        for epoch in range(options.epochs):
+        for epoch in range(plan.epochs):
             results = []
             for number, places in enumerate(batch.minibatches()):
                 is_first = epoch == number == 0  # of weights that the batch came with
-                loss_fn = replace(batch.loss_fn, is_exact=is_first and options.is_exact)
+                loss_fn = replace(batch.loss_fn, is_exact=is_first and plan.is_exact)
                 here = [samples[i] for i in places]
                 found = [batch.places[i] for i in places]
                 results.append(self._train_step(here, loss_fn, [name for name, _ in found]))
                 if is_first:
                     metrics |= self._note_first(batch, here, found)
             metrics |= per_action_token(merge_steps(results))
-            if epoch == 0 and options.epochs > 1 and options.minibatches == 1:
+            if epoch == 0 and plan.epochs > 1 and plan.minibatches == 1:
                 # The one step of this epoch scored all samples before it changed the weights.
                 samples = with_field(samples, Field.OLD_LOGP, self.engine.last_logps)
         return metrics
@@ -182,8 +182,8 @@ class Learner:
             return self.engine.train_step(
                 samples,
                 loss_fn,
-                temperature=self.options.temperature,
-                entropy=self.options.entropies,
+                temperature=self.plan.temperature,
+                entropy=self.plan.entropies,
             )
         except NonFiniteLoss as error:
             scored = zip(names, self.engine.last_logps, strict=False)

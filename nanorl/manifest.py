@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from nanoengine.model.template_files import template_files
-from nanorl.config import RunConfig, ToolConfig
+from nanorl.options.agent_config import ToolConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts, num_threads
 from nanorl.plugins import is_path
 from nanorl.report.summary import git_commit

@@ -24,13 +24,13 @@ from nanoinfer.config import InferConfig
 from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
 from nanorl.algorithms.spec import DISTILLS
-from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.observed import Scaffold
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import parse_references, shares_of
 from nanorl.scorers.references import check_reference
 from nanorl.sizes import sized

@@ -32,8 +32,8 @@ from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
-from nanorl.config import RunConfig
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import parse_references
 
 GPU_SHARE = 0.85

@@ -38,7 +38,6 @@ from nanoinfer.params import SamplingParams
 from nanorl.algorithms.signal import earned
 from nanorl.batching import batch_metrics
 from nanorl.collector import RolloutCollector
-from nanorl.config import RunConfig
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
 from nanorl.flow.curriculum import TaskChooser
 from nanorl.flow.group import FinishedGroup
@@ -46,6 +45,7 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, Consumer, QueueCursor, TransferQueue
 from nanorl.learner import Learner
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
 from nanorl.scorers.gap_probe import GapProbe

@@ -30,8 +30,8 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
-from nanorl.config import RunConfig
 from nanorl.envs.base import Demonstrator, TaskSet, shown_action
+from nanorl.options.run_config import RunConfig
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, Status, Task, derive_seed
 

@@ -26,8 +26,8 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.api_agent import ApiLoop
 from nanorl.agents.episode import Episode
 from nanorl.agents.loops import AgentLoop
-from nanorl.config import RunConfig
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.player import Player
 from nanorl.types import Rollout, Task, derive_seed

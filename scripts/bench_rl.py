@@ -89,7 +89,7 @@ def run_step(
     from nanoinfer.params import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
     from nanorl.batching import build_batch, logp_gap
-    from nanorl.config import EngineLimits
+    from nanorl.options.engine_config import EngineLimits
 
     torch.set_num_threads(threads)
     tokenizer = ChatTokenizer.from_folder(folder)

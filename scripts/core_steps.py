@@ -35,8 +35,8 @@ from house import PACKAGES  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.params import SamplingParams  # noqa: E402
 from nanorl.agents import kit  # noqa: E402
+from nanorl.options.presets import get_preset  # noqa: E402
 from nanorl.parts import Parts  # noqa: E402
-from nanorl.presets import get_preset  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
 from nanorl.scorers.scored_learner import make_learner  # noqa: E402
 from nanorl.types import Rollout  # noqa: E402

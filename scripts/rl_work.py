@@ -36,13 +36,15 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
-from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig, RunConfig
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
+from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts
-from nanorl.presets import get_preset
 from nanorl.roles.base import Roles
 from nanorl.roles.clients import ActorClient
 from nanorl.roles.cluster import PRELOAD

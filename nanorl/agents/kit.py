@@ -15,10 +15,10 @@ from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.agents.times import TimesKept
-from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Opening, Services
 from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
+from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.session import WorkspaceSandbox
 from nanorl.types import Rollout, Task
 

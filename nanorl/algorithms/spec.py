@@ -33,7 +33,7 @@ from inspect import isfunction
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from nanorl.bounds import check_number
+from nanorl.options.bounds import check_number
 from nanorl.plugins import load_object
 
 Advantage = Literal[

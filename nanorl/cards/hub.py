@@ -15,7 +15,7 @@ from nanoengine.command_line import program
 from nanoengine.extras import missing
 from nanorl.cards.model_card import ADAPTER, CARD, MODEL, write_cards
 from nanorl.cards.model_source import model_source
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import read_summary
 from nanorl.saved_models import find_models, read_run
 

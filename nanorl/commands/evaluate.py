@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from nanoinfer.params import SamplingParams
-from nanorl.bounds import COUNT, Bound, check_number, check_record
-from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
-from nanorl.options import configure, for_environment, with_options
+from nanorl.options.bounds import COUNT, Bound, check_number, check_record
+from nanorl.options.parse import configure, for_environment, with_options
+from nanorl.options.run_config import RunConfig
 from nanorl.trust import PLAYED, remember, require_but
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from pathlib import Path
 import tyro
 
 from nanoengine.extras import missing
-from nanorl.bounds import POSITIVE, check_record
-from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
-from nanorl.presets import get_preset
+from nanorl.options.bounds import POSITIVE, check_record
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Annotated
 
 import tyro
 
-from nanorl.bounds import COUNT, POSITIVE, check_record
 from nanorl.commands.terminal import printable
+from nanorl.options.bounds import COUNT, POSITIVE, check_record
 from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.store.address import training_store
 from nanorl.store.stats import StoreStats

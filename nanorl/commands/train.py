@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
-from nanorl.config import RunConfig
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
+from nanorl.options.run_config import RunConfig
 from nanorl.report.next_steps import how_to_go_on, next_steps
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.model.device import free_bytes
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
-from nanorl.config import RunConfig
 from nanorl.doctor.alarms import Evidence, rollout_findings
 from nanorl.doctor.borders import border_findings
 from nanorl.doctor.finding import Finding, Severity, in_order, verdict
@@ -42,6 +41,7 @@ from nanorl.doctor.silence import rehearse_silence, rehearsed_silence
 from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import TeacherError
 from nanorl.envs.run_kind import settle_sandbox
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
 from nanorl.report.chat_decode import ChatDecode

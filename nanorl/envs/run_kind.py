@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.catalog import (
     ENVIRONMENTS,
@@ -19,7 +18,8 @@ from nanorl.envs.catalog import (
     parse_arguments,
 )
 from nanorl.envs.judged import JudgedKind
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox

@@ -15,12 +15,12 @@ from typing import Any
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
-from nanorl.config import RunConfig
 from nanorl.cursor import AFTER_RL, PHASES, START, WARMING_UP, Cursor
 from nanorl.evaluation import GREEDY
 from nanorl.history import RunHistory
 from nanorl.manifest import Manifest
-from nanorl.options import with_options
+from nanorl.options.parse import with_options
+from nanorl.options.run_config import RunConfig
 from nanorl.report.evaluation import Evaluation
 from nanorl.saved_models import named_options, read_run
 from nanorl.store import Entry, RolloutStore, content_hash

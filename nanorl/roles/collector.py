@@ -17,10 +17,10 @@ from nanorl.agents.context import Generator
 from nanorl.agents.kit import AgentKit
 from nanorl.agents.times import RolloutTimes
 from nanorl.collector import RolloutCollector
-from nanorl.config import RunConfig
 from nanorl.flow.concurrency import ConcurrencyLimit
 from nanorl.hindsight import HindsightWriter, Openings
 from nanorl.monitor.vitals import vitals
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.roles.shared_folder import require_folder

@@ -18,8 +18,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.dtypes import DTYPES
 from nanoengine.model.hf import load_model
 from nanoengine.packing import Sample, TopTokens
-from nanorl.config import RunConfig
 from nanorl.monitor.vitals import vitals
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import Role

@@ -22,7 +22,7 @@ from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.scoring import Policy, Scorer
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import MIXED, ReferenceName, parse_references, shares_of
 
 

@@ -21,9 +21,9 @@ from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
 from nanorl.algorithms.fields import Field
 from nanorl.batching import Scoring, TrainBatch, build_batch, score_group
-from nanorl.config import RunConfig
-from nanorl.learner import Groups, Learner, StepOptions
+from nanorl.learner import Groups, Learner, UpdatePlan
 from nanorl.observed import Scaffold
+from nanorl.options.run_config import RunConfig
 from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
 from nanorl.scorers.value_critic import ValueEstimator, explained_variance
@@ -73,15 +73,15 @@ class ScoredLearner(Learner):
 
     def __init__(
         self,
-        options: StepOptions,
+        plan: UpdatePlan,
         scorers: Scorers,
         *,
         engine: Engine,
         publisher: Publisher,
         thread: Executor,
     ) -> None:
-        super().__init__(options, engine=engine, publisher=publisher, thread=thread)
-        is_observing = options.algorithm.observation_coef != 0
+        super().__init__(plan, engine=engine, publisher=publisher, thread=thread)
+        is_observing = plan.algorithm.observation_coef != 0
         has_scaffold = scorers.scaffold is not None
         assert has_scaffold or not is_observing, "ECHO would learn the chat template"
         self.scorers = scorers
@@ -130,15 +130,15 @@ class ScoredLearner(Learner):
                 }
 
     def _build(self, groups: Groups) -> TrainBatch:
-        options = self.options
+        plan = self.plan
         known, self._known = self._known, {}
         return build_batch(
             groups,
-            options.algorithm,
-            max_tokens=options.max_tokens,
+            plan.algorithm,
+            max_tokens=plan.max_tokens,
             version=self.version,
             scoring=self._scoring(known),
-            num_minibatches=options.minibatches,
+            num_minibatches=plan.minibatches,
             scaffold=self.scorers.scaffold,
         )
 
@@ -155,7 +155,7 @@ class ScoredLearner(Learner):
 
     def _gap_on_probe(self, batch: TrainBatch) -> dict[str, float]:
         probe, self._probe = self._probe, ()
-        temperature = self.options.temperature
+        temperature = self.plan.temperature
         return (
             gap_on(probe, self.version, self.engine, batch, temperature=temperature)
             if probe
@@ -166,10 +166,10 @@ class ScoredLearner(Learner):
         self, known: Mapping[str, Mapping[Field, Sequence[Tensor]]] | None = None
     ) -> Scoring:
         """Rollouts of the present policy bring its log-probs with them; stale ones do not."""
-        spec, temperature = self.options.algorithm, self.options.temperature
+        spec, temperature = self.plan.algorithm, self.plan.temperature
         reference, critic = self.scorers.reference, self.scorers.critic
-        is_read = spec.needs_old_logp or self.options.minibatches > 1
-        is_old = is_read and spec.old_policy == "recomputed" and not self.options.is_exact
+        is_read = spec.needs_old_logp or self.plan.minibatches > 1
+        is_old = is_read and spec.old_policy == "recomputed" and not self.plan.is_exact
         return Scoring(
             old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,
             sharp=partial(self.engine.forward_logprobs, temperature=temperature / 2)
@@ -191,7 +191,7 @@ class ScoredLearner(Learner):
     def _teacher(self) -> Policy:
         """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
         has more."""
-        spec = self.options.algorithm
+        spec = self.plan.algorithm
         if spec.has_hindsight and spec.hindsight_teacher == "policy":
             return self.engine
         reference = self.scorers.reference
@@ -202,7 +202,7 @@ class ScoredLearner(Learner):
         critic = self.scorers.critic
         assert critic is not None, "it gave the values of these samples"
         metrics = {"explained_variance": explained_variance(batch.critic_samples)}
-        for _ in range(self.options.epochs):
+        for _ in range(self.plan.epochs):
             metrics |= critic.train_step(batch.critic_samples)
         return metrics
 
@@ -224,17 +224,17 @@ def choose_learner(
 ) -> partial[Learner]:
     """Choose the learner of a run, with its arguments: the plain one where the rollouts say all
     that the algorithm reads."""
-    options, spec = step_options(config), config.rl.algorithm
+    plan, spec = update_plan(config), config.rl.algorithm
     # Ranks in other processes have every method of an engine that a learner calls.
     parts: dict[str, Any] = {
         "engine": cast(Engine, engine),
         "publisher": publisher,
         "thread": thread,
     }
-    asks_policy = not options.is_exact or spec.needs_sharp_logp or spec.has_hindsight
+    asks_policy = not plan.is_exact or spec.needs_sharp_logp or spec.has_hindsight
     asks_models = reference is not None or critic is not None
     if not (asks_policy or asks_models or spec.observation_coef):
-        return partial(Learner, options, **parts)
+        return partial(Learner, plan, **parts)
     scorers = Scorers(
         reference=reference,
         critic=critic,
@@ -242,13 +242,13 @@ def choose_learner(
         scaffold=scaffold,
     )
     chosen: Callable[..., Learner] = ScoredLearner
-    return partial(chosen, options, scorers, **parts)
+    return partial(chosen, plan, scorers, **parts)
 
 
-def step_options(config: RunConfig) -> StepOptions:
+def update_plan(config: RunConfig) -> UpdatePlan:
     """The options of a run that one optimizer batch reads."""
     rl = config.rl
-    return StepOptions(
+    return UpdatePlan(
         algorithm=rl.algorithm,
         max_tokens=config.agent.max_context_tokens,
         temperature=rl.temperature,

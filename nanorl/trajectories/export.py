@@ -26,10 +26,10 @@ from nanoinfer.chat.base import Parser
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import client_tool_chat
 from nanorl.agents.loops import LOOPS
-from nanorl.bounds import check_number
-from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_kind
+from nanorl.options.bounds import check_number
+from nanorl.options.run_config import RunConfig
 from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.trajectories.atif import AgentInfo, write_atif

@@ -22,9 +22,9 @@ from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.run_folder import LOCK
-from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import EVALUATIONS
 from nanorl.saved_models import named_options, read_run, read_tokenizer
 from nanorl.store import RolloutStore, StoreError

@@ -18,7 +18,7 @@ import torch
 
 from nanoengine.engine import Engine
 from nanoinfer.async_engine import AsyncEngine
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.publisher import SharedWeights
 
 

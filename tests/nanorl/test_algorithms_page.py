@@ -26,7 +26,7 @@ from nanorl.algorithms.spec import (
     Loss,
 )
 from nanorl.batching import build_batch
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.types import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,10 +24,12 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
-from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.flow.journal import Journal
 from nanorl.flow.policy import BatchPolicy
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Status, Task

@@ -21,7 +21,7 @@ from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import make_piece
 from nanorl import cli
 from nanorl.commands.terminal import printable
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.saved_models import find_models
 from nanorl.store import RolloutStore

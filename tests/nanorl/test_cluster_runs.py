@@ -26,7 +26,7 @@ from serving import KEY, serve
 
 from nanoengine.dtypes import DTYPES
 from nanorl import cli
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts
 from nanorl.roles.replica import ReplicaRecipe
 from nanorl.store import RolloutStore

@@ -13,7 +13,6 @@ import pytest
 from agent_doubles import EOS, OTHER_EOS, START, TEMPLATE, tiny_tokenizer
 
 from nanorl.cli import main
-from nanorl.config import AgentConfig, RLConfig, RunConfig, WarmStartConfig
 from nanorl.doctor.alarms import Evidence, RunAlarms, rollout_findings
 from nanorl.doctor.finding import Finding, Severity, findings_text, in_order, verdict
 from nanorl.doctor.limits import free_memory_bytes
@@ -29,6 +28,9 @@ from nanorl.doctor.preconditions import (
     template_findings,
 )
 from nanorl.doctor.silence import silence_pays
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig, WarmStartConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task, TurnSpan

@@ -21,7 +21,7 @@ from nanorl.agents.loop import Agent
 from nanorl.envs.base import EnvKind, Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import num_env_workers
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
 from nanorl.types import Rollout, Status, Task
 
 FILE = f"gymnasium:{adapted_games.__file__}:Countdown"

@@ -17,7 +17,7 @@ import nanorl
 from nanorl.cli import main
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import run_kind
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.parts import load_tasks
 from nanorl.rehearsal import rehearse
 

@@ -16,10 +16,12 @@ from nanoengine.engine import Engine
 from nanoengine.packing import Sample
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
-from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.transfer_queue import GROUP, TransferQueue
 from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import gap_text
 from nanorl.scorers.gap_probe import NUM_ROLLOUTS, WAIT_SHARE, GapProbe, gap_on
 from nanorl.scorers.scored_learner import ScoredLearner, make_learner

@@ -35,12 +35,14 @@ from nanorl import sizes
 from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
-from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.parts import Parts
-from nanorl.presets import get_preset
 from nanorl.roles.inline import InlineRoles
-from nanorl.scorers.scored_learner import make_learner, step_options
+from nanorl.scorers.scored_learner import make_learner, update_plan
 from nanorl.scorers.value_critic import Critic
 from nanorl.types import Rollout
 from nanorl.weights.in_process import make_publisher
@@ -204,7 +206,7 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
         with ThreadPoolExecutor(1, initializer=gpu.__enter__) as thread:
             trainer, generator = make_trainer(), AsyncEngine(rollout_engine, executor=thread)
             learner = Watch(
-                step_options(configured(max_staleness=max_staleness)),
+                update_plan(configured(max_staleness=max_staleness)),
                 engine=trainer,
                 publisher=make_publisher(trainer, generator, max_staleness=max_staleness),
                 thread=thread,

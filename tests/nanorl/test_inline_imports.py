@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from nanorl.parts import Parts
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
 from nanorl.report.live import LiveView
 from nanorl.roles.launch import make_roles
 from nanorl.run import Run

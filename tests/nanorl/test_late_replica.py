@@ -10,9 +10,9 @@ import pytest
 
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
-from nanorl.config import ClusterConfig
+from nanorl.options.cluster_config import ClusterConfig
+from nanorl.options.presets import get_preset
 from nanorl.parts import Parts
-from nanorl.presets import get_preset
 from nanorl.roles.cluster import Cluster
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.xdist_group("sandbox")]

@@ -20,8 +20,9 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import PolicyLoss
-from nanorl.config import RLConfig, RunConfig
 from nanorl.learner import Learner
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.scored_learner import ScoredLearner
 from nanorl.scorers.scored_learner import make_learner as made
 from nanorl.types import TurnSpan
@@ -182,7 +183,7 @@ def test_a_step_on_its_own_rollouts_multiplies_by_the_head_once(
     group = [rollout("a", 0, 1.0), rollout("a", 1, 0.0)]
     for one in group:
         sample = Sample(tokens=one.tokens, loss_mask=one.loss_mask)
-        (logps,) = engine.forward_logprobs([sample], temperature=learner.options.temperature)
+        (logps,) = engine.forward_logprobs([sample], temperature=learner.plan.temperature)
         one.logps = [p * m + shift * m for p, m in zip(logps.tolist(), one.loss_mask, strict=True)]
     rows: list[int] = []
     multiply = _ChunkLogits.multiply

@@ -16,7 +16,9 @@ from torch import Tensor
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.scoring import Scorer
 from nanorl.algorithms.recipes import named_spec
-from nanorl.config import EngineLimits, RLConfig, RunConfig
+from nanorl.options.engine_config import EngineLimits
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import ReferenceName, parse_references, shares_of
 from nanorl.scorers.references import References, check_reference, load_reference, reference_folders
 

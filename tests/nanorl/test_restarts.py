@@ -15,9 +15,9 @@ import pytest
 from forked_runs import ROOT, RunProcess
 from test_faults import CLUSTER, LIMIT_S, await_true
 
-from nanorl.config import RunConfig
 from nanorl.cursor import Cursor
 from nanorl.history import RunHistory
+from nanorl.options.run_config import RunConfig
 from nanorl.restarts import MOST_IN_VAIN, Restarts
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost

@@ -14,7 +14,7 @@ from nanorl import cli
 from nanorl.commands.evaluate import EvalOptions
 from nanorl.continuation import find_origin
 from nanorl.failed_start import take_away_failed_start
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.saved_models import find_models
 from nanorl.store import RolloutStore
 

@@ -21,8 +21,8 @@ import pytest
 from hostile_programs import HOSTILE
 from sandbox_driver import SPEC, Examiner
 
-from nanorl.config import ToolConfig
-from nanorl.options import parse_arguments
+from nanorl.options.agent_config import ToolConfig
+from nanorl.options.parse import parse_arguments
 from nanorl.sandbox import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, protocol
 from nanorl.sandbox.backends import BACKENDS, frames, oci, open_sandbox
 from nanorl.sandbox.backends import box as boxes

@@ -32,9 +32,9 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents import kit
-from nanorl.config import LoraOptions
+from nanorl.options.engine_config import LoraOptions
+from nanorl.options.presets import get_preset
 from nanorl.parts import Parts
-from nanorl.presets import get_preset
 from nanorl.roles import inline
 from nanorl.roles.inline import InlineRoles
 from nanorl.weights import in_process

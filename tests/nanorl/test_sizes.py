@@ -11,8 +11,9 @@ from nanoengine.estimate import model_shape
 from nanoinfer.config import InferConfig
 from nanoinfer.sizes import sized as engine_sized
 from nanorl import sizes
-from nanorl.config import EngineLimits, RLConfig
-from nanorl.presets import PRESETS, smollm2
+from nanorl.options.engine_config import EngineLimits
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.presets import PRESETS, smollm2
 from nanorl.sizes import activation_bytes, gpu_sizes, resident_bytes, sized
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import EnvKind, Opening, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.judged import JudgedKind
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.tools.function import function_tool
 

@@ -29,7 +29,6 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.agents.limits import Limits
 from nanorl.cli import main
-from nanorl.config import RunConfig
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs import verifiers_process
@@ -37,7 +36,8 @@ from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import num_env_workers
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
 from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.store import RolloutStore
 from nanorl.types import InfrastructureError, Rollout, Status, Task
 

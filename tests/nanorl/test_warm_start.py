@@ -6,8 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from nanorl.config import RunConfig, WarmStartConfig
-from nanorl.presets import get_preset
+from nanorl.options.phase_config import WarmStartConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout
 from nanorl.warm_start import WarmStart
 

@@ -1,7 +1,7 @@
 """From what a user gives, flags, a file or Python values, to the options of a run.
 
 All three are read alike: into a mapping from dotted names to values of the options' own types
-(option_values.py). What decides where the defaults of the others come from (preset, algorithm,
+(values.py). What decides where the defaults of the others come from (preset, algorithm,
 env, resume, fork and the folder) is taken from that mapping first, so that it means the same
 wherever it stands. Later ones win: the preset, its environment's own defaults, the published recipe
 (`--algorithm`), `--config run.toml`, flags or Python. A resumed run and a fork begin with the
@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.run_kind import run_kind
-from nanorl.option_names import ALIASES, known_options
-from nanorl.option_values import (
+from nanorl.options.names import ALIASES, known_options
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
+from nanorl.options.values import (
     WrongValueError,
     did_you_mean,
     inner_kind,
@@ -30,7 +31,6 @@ from nanorl.option_values import (
     read_value,
     read_words,
 )
-from nanorl.presets import get_preset
 
 Options = Mapping[str, Any]
 """Dotted name, `rl.group_size` -> a value of that option's type."""
@@ -56,7 +56,7 @@ def parse_arguments(
     try:
         given, file = read_flags(arguments)
     except HelpWanted as wanted:
-        from nanorl.option_help import help_text  # here: a run needs no texts
+        from nanorl.options.help_text import help_text  # here: a run needs no texts
 
         print(help_text(wanted.topic, verb))
         raise SystemExit(0) from None

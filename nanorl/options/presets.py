@@ -10,16 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from nanorl.config import (
-    AgentConfig,
-    EvaluationConfig,
-    RLConfig,
-    RunConfig,
-    ToolConfig,
-    WarmStartConfig,
-)
 from nanorl.envs.actions import COMPACT, MARKDOWN
 from nanorl.envs.code import CodeKind
+from nanorl.options.agent_config import AgentConfig, ToolConfig
+from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.teachers import smollm2_teacher, tiny_teacher
 from nanorl.tasks.tiny import tiny_family

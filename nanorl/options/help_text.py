@@ -22,10 +22,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanorl.config import RunConfig
-from nanorl.option_names import ALIASES, known_options
-from nanorl.option_values import choices, did_you_mean, inner_kind, is_open_choice
-from nanorl.presets import PRESETS, get_preset
+from nanorl.options.names import ALIASES, known_options
+from nanorl.options.presets import PRESETS, get_preset
+from nanorl.options.run_config import RunConfig
+from nanorl.options.values import choices, did_you_mean, inner_kind, is_open_choice
 
 WIDTH, COLUMN = 100, 32
 

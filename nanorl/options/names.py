@@ -7,8 +7,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.config import RunConfig
-from nanorl.option_values import option_kinds
+from nanorl.options.run_config import RunConfig
+from nanorl.options.values import option_kinds
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

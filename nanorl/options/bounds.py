@@ -51,3 +51,9 @@ def check_record(record: object, prefix: str, **bounds: Bound) -> None:
         low, high, why, is_open = bound
         reason = why if value > high else ""
         check_number(flag, value, low, high, reason, is_open=is_open)
+
+
+def require(condition: bool, name: str, value: object, rule: str) -> None:
+    """`ValueError` names the flag unless `condition` holds; `rule` says what its value must be."""
+    if not condition:
+        raise ValueError(f"--{name} {value}: must be {rule}")
