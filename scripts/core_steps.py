@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,11 +45,11 @@ from nanorl.envs.actions import COMPACT, program  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
 from nanorl.parts import Parts  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
-from nanorl.roles.collector import CollectorRole, collector_role  # noqa: E402
+from nanorl.roles.collector import CollectorRole  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
+from nanorl.roles.role import DirectRole  # noqa: E402
 from nanorl.tasks.problem import Problem  # noqa: E402
 from nanorl.types import Rollout, Task  # noqa: E402
-from nanosched import Scheduler  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
 PROMPTS = [list(range(5, 25)), list(range(30, 42))]
@@ -132,13 +133,9 @@ def trace_rollout() -> Entered:
     cannot isolate programs."""
     with tiny_parts() as parts, asyncio.Runner() as runner:
         script = Script(parts.tokenizer)
-        collector = collector_role(
-            Scheduler("inline"),
-            parts.config,
-            parts.folder,
-            kit=kit.AgentKit(parts.config, parts.folder, kind=parts.kind),
-            generator=script,
-        )
+        agents = kit.AgentKit(parts.config, parts.folder, kind=parts.kind)
+        make = partial(CollectorRole, parts.config, parts.folder, kit=agents, generator=script)
+        collector = DirectRole("collector", make)
         sampling = SamplingParams(max_tokens=1, temperature=parts.config.rl.temperature)
         first, second = parts.tasks.train.batch(0, 2)
         groups: list[list[Rollout]] = []

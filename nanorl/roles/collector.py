@@ -21,7 +21,7 @@ from nanorl.config import RunConfig
 from nanorl.flow.concurrency import ConcurrencyLimit
 from nanorl.hindsight import HindsightWriter, Openings
 from nanorl.monitor.vitals import vitals
-from nanorl.roles.role import OnRestart, Role, getting_ready
+from nanorl.roles.actor_role import ActorRole, OnRestart, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.roles.shared_folder import require_folder
 from nanorl.types import Rollout, Task
@@ -145,7 +145,7 @@ def collector_role(
     generator: Generator | None = None,
     prepare: Callable[[ActorHandle[CollectorRole]], Awaitable[None]] | None = None,
     on_restart: OnRestart | None = None,
-) -> Role[CollectorRole]:
+) -> ActorRole[CollectorRole]:
     """The collector of a run; `prepare` introduces each new one to the replicas."""
 
     async def start() -> ActorHandle[CollectorRole]:
@@ -158,4 +158,4 @@ def collector_role(
                 await prepare(handle)
         return handle
 
-    return Role("collector", "collector", scheduler, start, on_restart=on_restart)
+    return ActorRole("collector", "collector", scheduler, start, on_restart=on_restart)
