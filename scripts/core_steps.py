@@ -37,9 +37,9 @@ from nanoinfer.params import SamplingParams  # noqa: E402
 from nanorl.agents import kit  # noqa: E402
 from nanorl.colocation import InlinePublisher  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
-from nanorl.parts import Parts  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
+from nanorl.run.parts import Parts  # noqa: E402
 from nanorl.types import Rollout  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call

@@ -22,11 +22,11 @@ from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.learner import load_reference
-from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.store import close_store, store_role
+from nanorl.run.parts import Parts, num_threads
 from nanorl.types import derive_seed
 from nanosched import Scheduler
 
