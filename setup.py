@@ -38,6 +38,7 @@ PACKAGES = [
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
+    "nanorl.run",
     "nanorl.sandbox",
     "nanorl.sandbox.backends",
     "nanorl.simulate",

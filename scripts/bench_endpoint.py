@@ -28,8 +28,8 @@ from nanorl.agents.episode import Episode
 from nanorl.agents.loops import AgentLoop
 from nanorl.config import RunConfig
 from nanorl.options import parse_arguments
-from nanorl.parts import Parts, num_threads
 from nanorl.roles.player import Player
+from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task, derive_seed
 
 QUESTION = "Tell me about the number {}, in a few words, then say which number comes next."

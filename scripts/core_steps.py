@@ -43,11 +43,11 @@ from nanorl.agents import kit  # noqa: E402
 from nanorl.colocation import InlinePublisher  # noqa: E402
 from nanorl.envs.actions import COMPACT, program  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
-from nanorl.parts import Parts  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
 from nanorl.roles.collector import CollectorRole  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
 from nanorl.roles.role import DirectRole  # noqa: E402
+from nanorl.run.parts import Parts  # noqa: E402
 from nanorl.tasks.problem import Problem  # noqa: E402
 from nanorl.types import Rollout, Task  # noqa: E402
 

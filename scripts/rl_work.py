@@ -42,7 +42,6 @@ from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.learner import Learner
-from nanorl.parts import Parts
 from nanorl.presets import get_preset
 from nanorl.roles.base import Roles
 from nanorl.roles.clients import ActorClient
@@ -51,6 +50,7 @@ from nanorl.roles.inline import InlineRoles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.router import Router
+from nanorl.run.parts import Parts
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler

@@ -30,9 +30,9 @@ from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment
 from nanorl.envs.run_kind import run_kind, run_tokenizer
-from nanorl.parts import load_tasks
 from nanorl.presets import get_preset
-from nanorl.saved_models import SavedModels, find_models
+from nanorl.run.parts import load_tasks
+from nanorl.run.saved_models import SavedModels, find_models
 from nanorl.trust import PLAYED, require
 from nanorl.types import Task
 

@@ -36,7 +36,6 @@ from nanoengine.scoring import Policy
 from nanorl.monitor.board import IdleShares
 from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
 from nanorl.monitor.readings import RoleReadings
-from nanorl.parts import Parts, num_threads
 from nanorl.roles.actor_role import (
     ActorRole,
     Attempts,
@@ -66,6 +65,7 @@ from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, Remote
 from nanorl.roles.servers import check_servers, server_at
 from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import DeviceTurns, Hosts
+from nanorl.run.parts import Parts, num_threads
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes

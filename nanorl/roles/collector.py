@@ -24,8 +24,8 @@ from nanorl.monitor.vitals import vitals
 from nanorl.roles.actor_role import ActorRole, OnRestart, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.roles.shared_folder import require_folder
+from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout, Task
-from nanorl.warm_start import WarmStart
 from nanosched import ActorHandle, Scheduler
 
 

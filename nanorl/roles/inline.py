@@ -23,11 +23,11 @@ from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.learner import load_reference
-from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.role import DirectRole
+from nanorl.run.parts import Parts, num_threads
 from nanorl.store import RolloutStore
 from nanorl.types import derive_seed
 

@@ -13,7 +13,7 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.agents.kit import AgentKit
-from nanorl.parts import Parts, num_threads
+from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task
 
 

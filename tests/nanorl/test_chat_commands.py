@@ -22,8 +22,8 @@ from nanoengine.state.slices import make_piece
 from nanorl import cli
 from nanorl.commands.terminal import printable
 from nanorl.presets import tiny
+from nanorl.run.saved_models import find_models
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.saved_models import find_models
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, TurnSpan

@@ -21,8 +21,8 @@ from nanorl.envs.base import Services, TeacherError, shown_action
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import WorkerPool
+from nanorl.run.warm_start import WarmStart
 from nanorl.types import InfrastructureError, Task
-from nanorl.warm_start import WarmStart
 
 TASK = Task("Find the door.", answer=3)
 

@@ -31,16 +31,16 @@ from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl import sizes
 from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.learner import Critic, Learner
-from nanorl.parts import Parts
 from nanorl.presets import get_preset
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import sizes
+from nanorl.run.parts import Parts
 from nanorl.types import Rollout
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]

@@ -31,9 +31,9 @@ from nanorl.config import RunConfig
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
 from nanorl.envs.remote.server import EnvServer, ServeLimits
-from nanorl.evaluation import evaluate
 from nanorl.presets import get_preset
 from nanorl.rewards.base import as_reward
+from nanorl.run.evaluation import evaluate
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task
 

@@ -19,8 +19,8 @@ from nanoengine.command_line import program
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanorl.cli import main
-from nanorl.failed_start import WRITTEN
 from nanorl.report.evaluation import Evaluation
+from nanorl.run.failed_start import WRITTEN
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.store import RolloutStore
 from nanorl.tasks.readers import read_tasks

@@ -35,10 +35,10 @@ from nanorl import colocation
 from nanorl.agents import kit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.config import LoraOptions
-from nanorl.parts import Parts
 from nanorl.presets import get_preset
 from nanorl.roles import inline
 from nanorl.roles.inline import InlineRoles
+from nanorl.run.parts import Parts
 
 SHAPE = ModelConfig(
     model_type="llama",

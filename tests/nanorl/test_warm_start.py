@@ -8,8 +8,8 @@ from typing import Any
 
 from nanorl.config import RunConfig, WarmStartConfig
 from nanorl.presets import get_preset
+from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout
-from nanorl.warm_start import WarmStart
 
 
 class Teacher:

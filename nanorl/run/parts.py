@@ -33,7 +33,7 @@ from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
 from nanorl.observed import Scaffold
 from nanorl.reference_names import parse_references, shares_of
-from nanorl.sizes import sized
+from nanorl.run.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields
 from nanorl.tasks.source import ListTasks, Split
