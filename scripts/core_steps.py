@@ -39,7 +39,6 @@ from house import PACKAGES  # noqa: E402
 from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.params import Output, SamplingParams  # noqa: E402
-from nanorl.agents import kit  # noqa: E402
 from nanorl.colocation import InlinePublisher  # noqa: E402
 from nanorl.envs.actions import COMPACT, program  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
@@ -47,6 +46,7 @@ from nanorl.presets import get_preset  # noqa: E402
 from nanorl.roles.collector import CollectorRole  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
 from nanorl.roles.role import DirectRole  # noqa: E402
+from nanorl.run import agent_kit  # noqa: E402
 from nanorl.run.parts import Parts  # noqa: E402
 from nanorl.tasks.problem import Problem  # noqa: E402
 from nanorl.types import Rollout, Task  # noqa: E402
@@ -94,7 +94,7 @@ def tiny_parts() -> Iterator[Parts]:
 def tiny_roles() -> Iterator[InlineRoles]:
     """The roles of such a run. Neither step calls the sandbox, so machines that cannot isolate
     programs may trace too."""
-    with tiny_parts() as parts, mock.patch.object(kit, "run_sandbox"):
+    with tiny_parts() as parts, mock.patch.object(agent_kit, "run_sandbox"):
         roles = InlineRoles(parts)
         try:
             yield roles
@@ -133,7 +133,7 @@ def trace_rollout() -> Entered:
     cannot isolate programs."""
     with tiny_parts() as parts, asyncio.Runner() as runner:
         script = Script(parts.tokenizer)
-        agents = kit.AgentKit(parts.config, parts.folder, kind=parts.kind)
+        agents = agent_kit.AgentKit(parts.config, parts.folder, kind=parts.kind)
         make = partial(CollectorRole, parts.config, parts.folder, kit=agents, generator=script)
         collector = DirectRole("collector", make)
         sampling = SamplingParams(max_tokens=1, temperature=parts.config.rl.temperature)

@@ -20,13 +20,13 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
-from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.learner import load_reference
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.role import DirectRole
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.parts import Parts, num_threads
 from nanorl.store import RolloutStore
 from nanorl.types import derive_seed
