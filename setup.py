@@ -39,6 +39,7 @@ PACKAGES = [
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
+    "nanorl.run",
     "nanorl.sandbox",
     "nanorl.sandbox.backends",
     "nanorl.scorers",

@@ -38,13 +38,12 @@ from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.parts import Parts
 from nanorl.roles.base import Roles
 from nanorl.roles.clients import ActorClient
 from nanorl.roles.cluster import PRELOAD
@@ -52,6 +51,7 @@ from nanorl.roles.inline import InlineRoles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.router import Router
+from nanorl.run.parts import Parts
 from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task

@@ -1,8 +1,8 @@
 """The central sentences of the documents, held to what a trace of a step sees.
 
 tests/test_core_page.py holds docs/core.md to the files that run. Here it is the claims that a
-reader takes away: one model for both engines of a process on a CPU, weights that are adopted and not
-copied, and products of our own C++ in both engines.
+reader takes away: one model for both engines of a process on a CPU, weights that are adopted and
+not copied, and products of our own C++ in both engines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from core_steps import Entered, trace_decode, trace_grpo  # noqa: E402
 
-from nanorl.agents import kit  # noqa: E402
 from nanorl.options.presets import PRESETS, get_preset  # noqa: E402
-from nanorl.parts import Parts  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
+from nanorl.run import agent_kit  # noqa: E402
+from nanorl.run.parts import Parts  # noqa: E402
 from nanorl.tasks.tiny_model import build_tiny_model  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def said(file: str, *sentences: str) -> None:
 def roles(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InlineRoles]:
     """The roles of a run of each preset on a CPU, over a model that nobody has to download."""
     folder = build_tiny_model(tmp_path / "model", seed=0)
-    with mock.patch.object(kit, "run_sandbox"):
+    with mock.patch.object(agent_kit, "run_sandbox"):
         config = replace(
             get_preset(request.param).config(),
             **{"out": tmp_path / "run", "device": "cpu", "threads": 1, "model": str(folder)},

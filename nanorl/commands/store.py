@@ -73,7 +73,7 @@ def find_store(run: Path) -> str:
     """The address of a run's rollouts. ValueError if there are none."""
     if run.is_file():
         return str(run)
-    from nanorl.saved_models import read_run  # here: it imports torch
+    from nanorl.run.saved_models import read_run  # here: it imports torch
 
     return training_store(run, read_run(run).store)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanorl.envs.base import EnvKind
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.run_kind import run_kind
 from nanorl.options.names import ALIASES, known_options
 from nanorl.options.presets import get_preset
@@ -83,7 +83,7 @@ def check_continuation(config: RunConfig) -> None:
     if not (config.resume or config.fork):
         return
     # Here: it looks into checkpoints, and so loads PyTorch.
-    from nanorl.continuation import check_fork, check_resume, read_config
+    from nanorl.run.continuation import check_fork, check_resume, read_config
 
     if config.resume:
         check_resume(read_config(config.run_dir, flag="--resume"), config)
@@ -268,7 +268,7 @@ def _fresh(chosen: Options, env: object) -> RunConfig:
 
 def _of_a_run(chosen: Options) -> RunConfig:
     """Those of the run that is resumed, or that a fork begins in."""
-    from nanorl.continuation import fork_defaults, read_config  # here: it loads PyTorch
+    from nanorl.run.continuation import fork_defaults, read_config  # here: it loads PyTorch
 
     if chosen.get("fork"):
         return fork_defaults(chosen["fork"])

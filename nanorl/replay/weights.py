@@ -18,9 +18,9 @@ from typing import Any
 from nanoengine.state.checkpoint import open_checkpoint, read_cursor
 from nanoengine.tensor_file import CheckpointError
 from nanorl.learner import Learner
-from nanorl.parts import Parts
 from nanorl.replay.past_run import UNTRAINED, PastRun
 from nanorl.roles.inline import InlineRoles
+from nanorl.run.parts import Parts
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import make_learner
 

@@ -13,7 +13,7 @@ from nanoengine.model.hf import save_model
 from nanoengine.model.template_files import read_templates, template_files
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
-from nanorl.manifest import model_fingerprint
+from nanorl.run.manifest import model_fingerprint
 
 USER = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]

@@ -16,8 +16,8 @@ from nanorl.agents.loops import load_loop
 from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.options.parse import with_options
 from nanorl.options.presets import get_preset
-from nanorl.parts import Parts
 from nanorl.rewards.base import Score
+from nanorl.run.parts import Parts
 from nanorl.types import Rollout, Status
 
 openai = pytest.importorskip("openai", reason="needs the extra `agents`")

@@ -20,8 +20,8 @@ from nanorl.batching import (
     minibatch_of_rollouts,
     per_action_token,
 )
+from nanorl.run.warm_start import sft_samples
 from nanorl.types import Branch, Rollout, Status, TurnSpan
-from nanorl.warm_start import sft_samples
 
 
 def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout:

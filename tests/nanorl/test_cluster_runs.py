@@ -27,8 +27,8 @@ from serving import KEY, serve
 from nanoengine.dtypes import DTYPES
 from nanorl import cli
 from nanorl.options.run_config import RunConfig
-from nanorl.parts import Parts
 from nanorl.roles.replica import ReplicaRecipe
+from nanorl.run.parts import Parts
 from nanorl.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox

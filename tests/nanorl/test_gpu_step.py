@@ -31,8 +31,6 @@ from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl import sizes
-from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.learner import Learner
@@ -40,8 +38,10 @@ from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.parts import Parts
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
+from nanorl.run import sizes
+from nanorl.run.parts import Parts
 from nanorl.scorers.scored_learner import make_learner, update_plan
 from nanorl.scorers.value_critic import Critic
 from nanorl.types import Rollout

@@ -16,7 +16,7 @@ from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.lora import merge_lora
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanorl.options.parse import parse_arguments
-from nanorl.saved_models import find_models
+from nanorl.run.saved_models import find_models
 
 WEIGHTS = "model-trained/model.safetensors"
 OPTIONS: dict[str, Any] = {

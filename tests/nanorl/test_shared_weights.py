@@ -31,12 +31,12 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents import kit
 from nanorl.options.engine_config import LoraOptions
 from nanorl.options.presets import get_preset
-from nanorl.parts import Parts
 from nanorl.roles import inline
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
+from nanorl.run.parts import Parts
 from nanorl.weights import in_process
 from nanorl.weights.in_process import can_share_weights, make_publisher
 

@@ -9,8 +9,8 @@ from typing import Any
 from nanorl.options.phase_config import WarmStartConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
+from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout
-from nanorl.warm_start import WarmStart
 
 
 class Teacher:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.state.checkpoint import lost_newest
-from nanorl.cursor import Cursor
-from nanorl.history import RunHistory
 from nanorl.report.metrics import read_metrics
+from nanorl.run.cursor import Cursor
+from nanorl.run.history import RunHistory
 from nanorl.store.address import EVALUATIONS_FILE
 
 METRICS = "metrics.jsonl"

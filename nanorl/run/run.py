@@ -38,19 +38,12 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.cards.model_card import write_cards
 from nanorl.cards.model_source import model_source
-from nanorl.continuation import computes, recorded
-from nanorl.cursor import PHASES, START, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.envs.run_kind import runs_programs
-from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
-from nanorl.history import RunHistory
-from nanorl.manifest import manifest_of, model_fingerprint
-from nanorl.missing_records import is_fork, missing_records, passed_over
 from nanorl.monitor.monitor import RunMonitor
-from nanorl.parts import Parts, num_threads
 from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.examples import collect_examples, rates_by_stage
@@ -71,6 +64,13 @@ from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
+from nanorl.run.continuation import computes, recorded
+from nanorl.run.cursor import PHASES, START, WARMING_UP, Cursor, Phase
+from nanorl.run.evaluation import EvaluationResult, evaluate
+from nanorl.run.history import RunHistory
+from nanorl.run.manifest import manifest_of, model_fingerprint
+from nanorl.run.missing_records import is_fork, missing_records, passed_over
+from nanorl.run.parts import Parts, num_threads
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import choose_learner
 from nanorl.store import RolloutStore
@@ -86,7 +86,7 @@ SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
     *("logp_gap_max", "step_s"),
 )
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 MOST_LOSSES = 2
 """So often the trainer may die without getting any further before the run ends."""

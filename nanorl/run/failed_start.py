@@ -15,8 +15,8 @@ from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import CONFIG
-from nanorl.cursor import START
 from nanorl.report.metrics import read_metrics
+from nanorl.run.cursor import START
 from nanorl.store import RolloutStore
 from nanorl.store.address import TRAINING_FILE
 

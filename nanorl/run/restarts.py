@@ -1,6 +1,6 @@
 """A run that failed begins again by itself, from its newest checkpoint: `--monitor.restarts`.
 
-    a role dies or hangs            it alone is started again                  (roles/role.py)
+    a role dies or hangs            it alone is started again                  (roles/actor_role.py)
     a rank of the trainer dies      all ranks; back to the newest checkpoint   (run.py)
     that did not help, either       all of the run but its process: this file
 
@@ -25,15 +25,15 @@ from functools import partial
 from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint, read_cursor
-from nanorl.cursor import PHASES, Cursor
-from nanorl.history import Event
-from nanorl.parts import Parts
 from nanorl.report.live import LiveView
 from nanorl.roles.base import Roles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
-from nanorl.run import Run
+from nanorl.run.cursor import PHASES, Cursor
+from nanorl.run.history import Event
+from nanorl.run.parts import Parts
+from nanorl.run.run import Run
 from nanorl.sandbox.base import SandboxFailure
 from nanosched import WorkerDied
 

@@ -36,11 +36,11 @@ from nanoengine.state.checkpoint import (
     share_folder,
 )
 from nanoengine.state.run_folder import RunFolder
-from nanorl.cursor import AFTER_RL, START, WARMING_UP, Cursor
-from nanorl.history import Event, EventKind, RunHistory
 from nanorl.options.run_config import RunConfig, flatten
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import write_atomically
+from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
+from nanorl.run.history import Event, EventKind, RunHistory
 from nanorl.trust import remember, require
 
 Changes = dict[str, tuple[Any, Any]]
