@@ -21,8 +21,9 @@ from nanoengine.config import ComputeConfig, LayoutConfig, Schedule, UpdateConfi
 from nanoengine.model.lora_config import LoraConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
 from nanorl.agents.limits import Limits
+from nanorl.algorithms.option_groups import BOUNDS
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
+from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig

@@ -42,20 +42,12 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
-from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
-from nanorl.batching import (
-    Scoring,
-    TrainBatch,
-    action_mask,
-    build_batch,
-    logp_gap,
-    merge_steps,
-    per_action_token,
-    score_group,
-    with_field,
-)
+from nanorl.algorithms.scoring import Scoring, score_group
+from nanorl.batch_metrics import action_mask, logp_gap, merge_steps, per_action_token
+from nanorl.batching import TrainBatch, build_batch, with_field
 from nanorl.config import RunConfig
+from nanorl.fields import Field
 from nanorl.reference_names import parse_references
 from nanorl.references import References
 from nanorl.types import Rollout, TokenStats

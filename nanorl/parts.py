@@ -23,7 +23,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
-from nanorl.algorithms.spec import DISTILLS
+from nanorl.algorithms.option_groups import DISTILLS
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind

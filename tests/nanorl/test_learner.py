@@ -19,9 +19,9 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import PolicyLoss
 from nanorl.config import RLConfig, RunConfig
 from nanorl.learner import Learner
+from nanorl.policy_loss import PolicyLoss
 from nanorl.types import TurnSpan
 
 
