@@ -39,6 +39,7 @@ PACKAGES = [
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
+    "nanorl.scorers",
     "nanorl.sandbox.backends",
     "nanorl.simulate",
     "nanorl.store",

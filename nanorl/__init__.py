@@ -25,7 +25,7 @@ batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
 rehearsal.py            an episode without a model, for an environment's tests
 evaluation.py, store.py success on held-out tasks; every rollout, kept
-bounds.py, colocation.py   what a number may be; two engines on one GPU
+publisher.py            how the rollout engine gets the weights; bounds.py: what a number may be
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs

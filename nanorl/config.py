@@ -29,8 +29,8 @@ from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.option_values import read_record
-from nanorl.reference_names import check_mixture, parse_references
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
+from nanorl.scorers.reference_names import check_mixture, parse_references
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""

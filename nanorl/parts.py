@@ -30,9 +30,9 @@ from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.hindsight import check_demonstrations, most_tokens
-from nanorl.learner import check_reference
 from nanorl.observed import Scaffold
-from nanorl.reference_names import parse_references, shares_of
+from nanorl.scorers.reference_names import parse_references, shares_of
+from nanorl.scorers.references import check_reference
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields

@@ -47,7 +47,6 @@ from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
-from nanorl.learner import Learner, reference_folders
 from nanorl.manifest import manifest_of, model_fingerprint
 from nanorl.missing_records import is_fork, missing_records, passed_over
 from nanorl.monitor.monitor import RunMonitor
@@ -72,6 +71,8 @@ from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
+from nanorl.scorers.references import reference_folders
+from nanorl.scorers.scored_learner import choose_learner
 from nanorl.store import RolloutStore
 from nanorl.trackers.rollout_rows import rollout_rows
 from nanorl.trackers.run_spans import RunSpans
@@ -540,18 +541,19 @@ class Run:
             self._open_journal()
             self.critic = await self._open_critic()
             reference = await self._open_reference()
+            chosen = choose_learner(
+                self.config,
+                engine=self.roles.engine,
+                publisher=self.roles.publisher,
+                thread=self.roles.optimizer_thread,
+                reference=reference,
+                critic=self.critic,
+                scaffold=self.parts.scaffold,
+            )
             with Scheduler(backend="inline") as scheduler:
                 trainer = Trainer(
                     self.config,
-                    learner=scheduler.actor(Learner).remote(
-                        self.config,
-                        engine=self.roles.engine,
-                        publisher=self.roles.publisher,
-                        thread=self.roles.optimizer_thread,
-                        reference=reference,
-                        critic=self.critic,
-                        scaffold=self.parts.scaffold,
-                    ),
+                    learner=scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords),
                     collector=self.roles.collector,
                     tasks=self._task_chooser(),
                     journal=self.journal,

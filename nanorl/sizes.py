@@ -2,7 +2,7 @@
 
 One GPU holds the trainer's weights, gradients and moments, the rollout engine's weights, what a
 training step keeps for its backward pass, and the cache. In a synchronous run the last two take
-turns (colocation.py), so each may have all the room there is; with staleness they share it.
+turns (weights/in_process.py), so each may have all the room there is; with staleness they share it.
 
     room      GPU_SHARE of the free memory − everything that stays
     training  the largest micro-batch whose activations take half the room
@@ -34,7 +34,7 @@ from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
-from nanorl.reference_names import parse_references
+from nanorl.scorers.reference_names import parse_references
 
 GPU_SHARE = 0.85
 """The share of the free memory that a run takes; CUDA's libraries, graphs and the allocator's

@@ -35,12 +35,12 @@ from house import PACKAGES  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.params import SamplingParams  # noqa: E402
 from nanorl.agents import kit  # noqa: E402
-from nanorl.colocation import InlinePublisher  # noqa: E402
-from nanorl.learner import Learner  # noqa: E402
 from nanorl.parts import Parts  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
+from nanorl.scorers.scored_learner import make_learner  # noqa: E402
 from nanorl.types import Rollout  # noqa: E402
+from nanorl.weights.in_process import make_publisher  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
 PROMPTS = [list(range(5, 25)), list(range(30, 42))]
@@ -104,8 +104,10 @@ def trace_decode(roles: InlineRoles) -> Entered:
 def trace_grpo(roles: InlineRoles) -> Entered:
     """The second of two steps, each on rollouts that the present weights sampled."""
     roles.engine.restart(roles.parts.rl_config())
-    publisher = InlinePublisher(roles.engine, AsyncEngine(roles.rollout_engine, executor=Here()))
-    learner = Learner(roles.parts.config, engine=roles.engine, publisher=publisher, thread=Here())
+    publisher = make_publisher(roles.engine, AsyncEngine(roles.rollout_engine, executor=Here()))
+    learner = make_learner(
+        roles.parts.config, engine=roles.engine, publisher=publisher, thread=Here()
+    )
     with asyncio.Runner() as runner:
         runner.run(learner.publish(0))
         runner.run(learner.train_and_publish(play(roles, step=0), 1))

@@ -41,7 +41,6 @@ from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
-from nanorl.learner import Learner
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
 from nanorl.roles.base import Roles
@@ -51,6 +50,7 @@ from nanorl.roles.inline import InlineRoles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.router import Router
+from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
@@ -334,13 +334,14 @@ async def time_steps(parts: Parts, roles: Roles) -> dict[str, float]:
 
     await roles.start()
     try:
+        chosen = choose_learner(
+            parts.config,
+            engine=roles.engine,
+            publisher=roles.publisher,
+            thread=roles.optimizer_thread,
+        )
         with Scheduler(backend="inline") as scheduler:
-            learner = scheduler.actor(Learner).remote(
-                parts.config,
-                engine=roles.engine,
-                publisher=roles.publisher,
-                thread=roles.optimizer_thread,
-            )
+            learner = scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords)
             trainer = Trainer(
                 parts.config,
                 learner=learner,

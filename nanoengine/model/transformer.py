@@ -13,7 +13,7 @@ Memory of a model of N linear and embedding weights on a CPU: N parameters and N
 of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16; within a
 training step those of the layers are lent to the activations. The matrices of layers take a byte a
 weight in int8, with nothing beside them: 0.22 GB. A run of one
-process in which rollouts and training take turns has one model (nanorl/colocation.py).
+process in which rollouts and training take turns has one model (nanorl/publisher.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
 Next: layers.py, moe.py, attention.py, hf.py.
 """

@@ -20,14 +20,14 @@ from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
-from nanorl.colocation import InlinePublisher, can_share_weights
-from nanorl.learner import load_reference
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.store import close_store, store_role
+from nanorl.scorers.references import load_reference
 from nanorl.types import derive_seed
+from nanorl.weights.in_process import can_share_weights, make_publisher
 from nanosched import Scheduler
 
 
@@ -76,7 +76,7 @@ class InlineRoles:
         if config.rl.max_staleness > 0:
             self.optimizer_thread = worker_thread("optimizer", parts.device, threads)
         self.generator = AsyncEngine(self.rollout_engine, executor=self.compute)
-        self.publisher = InlinePublisher(
+        self.publisher = make_publisher(
             self.engine, self.generator, max_staleness=config.rl.max_staleness
         )
         self._scheduler = Scheduler(backend="inline")

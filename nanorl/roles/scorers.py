@@ -19,13 +19,13 @@ from nanoengine.dtypes import DTYPES
 from nanoengine.model.hf import load_model
 from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig
-from nanorl.learner import load_reference
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import Role
 from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
+from nanorl.scorers.references import load_reference
 from nanosched import ActorHandle, TaskError, WorkerDied
 
 

@@ -17,9 +17,8 @@ from nanoengine.packing import Sample, TopTokens
 from nanoengine.scoring import Scorer
 from nanorl.algorithms.recipes import named_spec
 from nanorl.config import EngineLimits, RLConfig, RunConfig
-from nanorl.learner import check_reference, load_reference, reference_folders
-from nanorl.reference_names import ReferenceName, parse_references, shares_of
-from nanorl.references import References
+from nanorl.scorers.reference_names import ReferenceName, parse_references, shares_of
+from nanorl.scorers.references import References, check_reference, load_reference, reference_folders
 
 
 @dataclass
