@@ -26,17 +26,10 @@ from torch import Tensor
 
 from nanoengine.engine import Engine, LossFn, NonFiniteLoss
 from nanoengine.packing import Sample
-from nanorl.algorithms.fields import Field
-from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import (
-    TrainBatch,
-    action_mask,
-    build_batch,
-    logp_gap,
-    merge_steps,
-    per_action_token,
-    with_field,
-)
+from nanorl.batch_metrics import action_mask, logp_gap, merge_steps, per_action_token
+from nanorl.batching import TrainBatch, build_batch, with_field
+from nanorl.fields import Field
+from nanorl.grpo import GRPO
 from nanorl.publisher import Publisher
 from nanorl.types import Rollout, TokenStats
 
@@ -47,10 +40,10 @@ Groups = Sequence[Sequence[Rollout]]
 class UpdatePlan:
     """The options of a run that one optimizer batch reads.
 
-    UpdatePlan(algorithm=AlgorithmSpec(), max_tokens=256, temperature=0.7)
+    UpdatePlan(algorithm=GRPO(), max_tokens=256, temperature=0.7)
     """
 
-    algorithm: AlgorithmSpec
+    algorithm: GRPO
     max_tokens: int
     """The length limit of a sequence, prompt included."""
     temperature: float = 1.0

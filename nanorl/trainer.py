@@ -35,8 +35,7 @@ from typing import Any, cast
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
-from nanorl.algorithms.signal import earned
-from nanorl.batching import batch_metrics
+from nanorl.batch_metrics import batch_metrics, earned
 from nanorl.collector import RolloutCollector
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
 from nanorl.flow.curriculum import TaskChooser

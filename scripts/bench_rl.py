@@ -88,7 +88,8 @@ def run_step(
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
-    from nanorl.batching import build_batch, logp_gap
+    from nanorl.batch_metrics import logp_gap
+    from nanorl.batching import build_batch
     from nanorl.options.engine_config import EngineLimits
 
     torch.set_num_threads(threads)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanorl.algorithms.option_groups import BOUNDS
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import BOUNDS
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.options.agent_config import AgentConfig, ToolConfig

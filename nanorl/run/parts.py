@@ -22,7 +22,7 @@ from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanorl.agents.loops import load_loop
-from nanorl.algorithms.spec import DISTILLS
+from nanorl.algorithms.option_groups import DISTILLS
 from nanorl.envs.code import CodeKind
 from nanorl.envs.env_kind import EnvKind, TaskSet
 from nanorl.envs.run_kind import run_kind, run_tokenizer

@@ -22,8 +22,9 @@ from contextlib import suppress
 
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
-from nanorl.algorithms.fields import Field
-from nanorl.batching import TrainBatch, action_mask, logp_gap, samples_of
+from nanorl.batch_metrics import action_mask, logp_gap
+from nanorl.batching import TrainBatch, samples_of
+from nanorl.fields import Field
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.transfer_queue import TransferQueue
 from nanorl.types import Rollout

@@ -2,7 +2,7 @@
 the policy's own log-probs of stale tokens.
 
 `make_learner` chooses between it and the plain one (nanorl/learner.py) by what a run has.
-Next: batching.py, where `Scoring` is read.
+Next: algorithms/scoring.py, `Scoring`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor
 from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
-from nanorl.algorithms.fields import Field
-from nanorl.batching import Scoring, TrainBatch, build_batch, score_group
+from nanorl.algorithms.scoring import Scoring, score_group
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batching import TrainBatch, build_batch
+from nanorl.fields import Field
 from nanorl.learner import Groups, Learner, UpdatePlan
 from nanorl.observed import Scaffold
 from nanorl.options.run_config import RunConfig
@@ -81,7 +83,9 @@ class ScoredLearner(Learner):
         thread: Executor,
     ) -> None:
         super().__init__(plan, engine=engine, publisher=publisher, thread=thread)
-        is_observing = plan.algorithm.observation_coef != 0
+        assert isinstance(plan.algorithm, AlgorithmSpec), "the plain learner trains the others"
+        self.spec = plan.algorithm
+        is_observing = self.spec.observation_coef != 0
         has_scaffold = scorers.scaffold is not None
         assert has_scaffold or not is_observing, "ECHO would learn the chat template"
         self.scorers = scorers
@@ -166,7 +170,7 @@ class ScoredLearner(Learner):
         self, known: Mapping[str, Mapping[Field, Sequence[Tensor]]] | None = None
     ) -> Scoring:
         """Rollouts of the present policy bring its log-probs with them; stale ones do not."""
-        spec, temperature = self.plan.algorithm, self.plan.temperature
+        spec, temperature = self.spec, self.plan.temperature
         reference, critic = self.scorers.reference, self.scorers.critic
         is_read = spec.needs_old_logp or self.plan.minibatches > 1
         is_old = is_read and spec.old_policy == "recomputed" and not self.plan.is_exact
@@ -191,7 +195,7 @@ class ScoredLearner(Learner):
     def _teacher(self) -> Policy:
         """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
         has more."""
-        spec = self.plan.algorithm
+        spec = self.spec
         if spec.has_hindsight and spec.hindsight_teacher == "policy":
             return self.engine
         reference = self.scorers.reference

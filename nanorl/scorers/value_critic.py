@@ -12,8 +12,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.value_engine import ValueEngine, ValueModel
-from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
+from nanorl.fields import Field
 
 
 class ValueEstimator(Protocol):

@@ -19,10 +19,10 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import PolicyLoss
 from nanorl.learner import Learner
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
+from nanorl.policy_loss import PolicyLoss
 from nanorl.scorers.scored_learner import ScoredLearner
 from nanorl.scorers.scored_learner import make_learner as made
 from nanorl.types import TurnSpan

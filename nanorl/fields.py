@@ -21,10 +21,7 @@ of the tempered distribution.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
-
-from nanoengine.packing import Sample
 
 
 class Field(StrEnum):
@@ -52,27 +49,14 @@ class Field(StrEnum):
     RETURN = "return"
     """The critic's target. Written by `build_batch`; read by the critic's loss."""
     CHOSEN = "chosen"
-    """1 for the tokens chosen by their covariance. Written by `build_batch`; read by the losses
-    clip_cov and kl_cov."""
+    """1 for the tokens chosen by their covariance. Written by `covariance.Chosen`; read by the
+    losses clip_cov and kl_cov."""
     OBSERVATION = "observation"
     """The share of an observation's token in the loss of ECHO, where the loss mask is 1 for it
-    too; 0 for all others. Written by `build_batch`; read by `PolicyLoss` and `logp_gap`."""
+    too; 0 for all others. Written by `ObservationLoss`; read by `PolicyLoss` and `logp_gap`."""
     WEIGHT = "weight"
     """The share of the token in the loss. Written by `build_batch`; read by all losses."""
 
 
 ALWAYS = frozenset({Field.ROLLOUT_LOGP, Field.STALENESS, Field.ADVANTAGE, Field.WEIGHT})
 """Every sample of a finished batch has these; the others depend on the algorithm."""
-
-
-def check_fields(samples: Iterable[Sample]) -> None:
-    """`ValueError` for a sample of a finished batch that lacks a field, or has an unknown one."""
-    for sample in samples:
-        names = set(sample.fields)
-        missing, unknown = ALWAYS - names, names - set(Field)
-        if missing or unknown:
-            raise ValueError(
-                f"a sample has the fields {', '.join(sorted(names))}; missing: "
-                f"{', '.join(sorted(missing)) or 'none'}, unknown: "
-                f"{', '.join(sorted(unknown)) or 'none'} (nanorl/algorithms/fields.py)"
-            )
