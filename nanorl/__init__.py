@@ -12,9 +12,8 @@ docs/environments.md says what else an environment may do. Inside, the root is t
 types.py first, then, in the order of a run:
 
 api.py, cli.py          the library and the console command (commands/, a file a verb)
-config.py, presets.py   every option, and two sets of them that work
-options.py, plugins.py  what a user gives: flags, files, Python (a value: option_values.py); names
-                        of their own code
+options/, plugins.py    every option, how it is given, two sets of them that work; names of a
+                        user's own code
 parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
 roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
 run.py                  the phases of a run, checkpoints, what it leaves behind
@@ -25,7 +24,7 @@ batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
 rehearsal.py            an episode without a model, for an environment's tests
 evaluation.py, store.py success on held-out tasks; every rollout, kept
-bounds.py, colocation.py   what a number may be; two engines on one GPU
+publisher.py            how the rollout engine gets the weights
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanorl.config import RunConfig
-from nanorl.option_values import read_record
-from nanorl.options import check_continuation, configure, read_mapping, with_options
+from nanorl.options.parse import check_continuation, configure, read_mapping, with_options
+from nanorl.options.presets import PRESETS
+from nanorl.options.run_config import RunConfig
+from nanorl.options.values import read_record
 from nanorl.plugins import spec_of
-from nanorl.presets import PRESETS
 
 if TYPE_CHECKING:
     from nanorl.report.evaluation import Evaluation

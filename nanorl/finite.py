@@ -13,8 +13,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nanorl.algorithms.signal import PART
 from nanorl.types import Rollout
+
+PART = "reward/"
+"""What begins the name of a part of the reward among the metrics of a rollout."""
 
 MOST = 1e30
 """The largest reward, either way. Advantages are fp32, whose largest number is 3e38, and rewards of

@@ -9,7 +9,7 @@
 
 Learner and collector are actors (nanosched): the learner an object of this process, whose engine
 may be elsewhere (learner.py), the collector here or in another process, where it may die and have a
-successor (roles/role.py): the groups that it was playing are then played again.
+successor (roles/actor_role.py): the groups that it was playing are then played again.
 
 With `max_staleness = 0` the rollouts of step s start only when s optimizer steps are done, so
 synchronous training is a special case and not another loop; with more, rollouts go on while the
@@ -31,24 +31,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
-from nanorl.algorithms.signal import earned
-from nanorl.batching import batch_metrics
+from nanorl.batch_metrics import batch_metrics, earned
 from nanorl.collector import RolloutCollector
-from nanorl.config import RunConfig
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
 from nanorl.flow.curriculum import TaskChooser
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.journal import Journal
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, Consumer, QueueCursor, TransferQueue
-from nanorl.gap_probe import GapProbe
 from nanorl.learner import Learner
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
+from nanorl.scorers.gap_probe import GapProbe
+from nanorl.scorers.scored_learner import GroupScores, ScoredLearner
 from nanorl.types import Rollout, Task, TokenStats
 from nanosched import ActorHandle, TaskError
 
@@ -104,6 +104,8 @@ class Trainer:
         for rollouts to measure the log-prob gap on where a batch has none."""
         self.config = config
         self.learner = learner
+        # Scores and probes are given to such a learner alone.
+        self._scored = cast("ActorHandle[ScoredLearner]", learner)
         self.collector = collector
         self.tasks = tasks
         self.journal = journal
@@ -227,7 +229,7 @@ class Trainer:
         """Have groups scored one by one, as they are complete."""
         while True:
             [row] = await consumer.take(1)
-            scores = await self.learner.call(Learner.score, row.group.rollouts)
+            scores = await self._scored.call(ScoredLearner.score, row.group.rollouts)
             await flow.queue.put(row.index, SCORES, scores)
 
     async def _cut_leftovers(self, flow: _Flow) -> int:
@@ -275,7 +277,7 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         groups = [group.rollouts for group in batch.groups]
         scores = [row.fields.get(SCORES) for row in batch.rows]
-        learnt = await self.learner.call(Learner.train_and_publish, groups, step + 1, scores, probe)
+        learnt = await self._train(groups, step + 1, scores, probe)
         left_out = [group.rollouts for group in batch.left_out]
         if left_out:  # what the agent can do is said by all that it played
             every = [one for group in (*groups, *left_out) for one in group]
@@ -300,6 +302,18 @@ class Trainer:
                 token_stats=stats,
             )
         )
+
+    def _train(
+        self,
+        groups: list[Group],
+        version: int,
+        scores: list[GroupScores | None],
+        probe: list[Rollout],
+    ) -> Awaitable[dict[str, Any]]:
+        if probe or any(one is not None for one in scores):
+            with_more = ScoredLearner.train_and_publish
+            return self._scored.call(with_more, groups, version, scores, probe)
+        return self.learner.call(Learner.train_and_publish, groups, version)
 
 
 def played_before(

@@ -127,7 +127,7 @@ def _is_ours(part: str, values: Sequence[Any]) -> bool:
     if any(rest) or not isinstance(first, str):
         return False
     if part in ("loss", "advantage"):
-        from nanorl.algorithms.spec import is_own  # here: it imports numpy
+        from nanorl.algorithms.option_groups import is_own  # here: it imports numpy
 
         return not is_own(str(first))
     if part == "env":

@@ -17,10 +17,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nanoengine.text.chat_template import Message
+Message = Mapping[str, Any]
+"""One of a chat: `{"role": ..., "content": ...}`, and whatever else the model's template reads."""
 
 HELDOUT_ONE_IN = 4
 """A quarter of all tasks is never trained on."""

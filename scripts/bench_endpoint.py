@@ -25,11 +25,11 @@ from bench_output import print_rows, write_json
 from nanoinfer.params import SamplingParams
 from nanorl.agents.api_agent import ApiLoop
 from nanorl.agents.episode import Episode
-from nanorl.agents.loops import AgentLoop
-from nanorl.config import RunConfig
-from nanorl.options import parse_arguments
-from nanorl.parts import Parts, num_threads
+from nanorl.agents.loop import AgentLoop
+from nanorl.options.parse import parse_arguments
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.player import Player
+from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task, derive_seed
 
 QUESTION = "Tell me about the number {}, in a few words, then say which number comes next."

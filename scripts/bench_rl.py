@@ -77,7 +77,7 @@ def run_step(
     folder: str, dtype: str, threads: int, group_size: int = workload.STEP_GROUP
 ) -> dict[str, Any]:
     """Three GRPO steps as TRL does them; the first warms up. As in a run of one process, both
-    engines read the trainer's weights and take turns (nanorl/colocation.py)."""
+    engines read the trainer's weights and take turns (nanorl/publisher.py)."""
     import torch
 
     from nanoengine.config import EngineConfig
@@ -88,8 +88,9 @@ def run_step(
     from nanoinfer.engine import LLMEngine
     from nanoinfer.params import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
-    from nanorl.batching import build_batch, logp_gap
-    from nanorl.config import EngineLimits
+    from nanorl.batch_metrics import logp_gap
+    from nanorl.batching import build_batch
+    from nanorl.options.engine_config import EngineLimits
 
     torch.set_num_threads(threads)
     tokenizer = ChatTokenizer.from_folder(folder)

@@ -9,8 +9,8 @@ Rows, in GB of weights per second (bytes of the model / seconds of `Transport.pu
     first-KIND           the first publication, which plans, connects and opens
 
 Learner and replica are actors of two processes, but for inproc, which is the copy between the two
-engines of an inline run (nanorl/colocation.py). The peer of each row is a plain copy of as many
-bytes with as many threads, taken between the publications.
+engines of an inline run (nanorl/weights/in_process.py). The peer of each row is a plain copy of as
+many bytes with as many threads, taken between the publications.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanorl.colocation import InlinePublisher
+from nanorl.weights.in_process import make_publisher
 from nanorl.weights.offer import Offer, WeightReceiver, WeightSender
 from nanorl.weights.transport import Kind, open_transport, weight_bytes
 from nanosched import Scheduler
@@ -122,7 +122,7 @@ def rows(num_bytes: int) -> list[Row]:
 async def _measure_inline(config: ModelConfig) -> list[Row]:
     learner, replica = Learner(config), Replica(config)
     async with AsyncEngine(replica.engine) as generator:
-        publisher = InlinePublisher(learner.engine, generator)
+        publisher = make_publisher(learner.engine, generator)
 
         async def publish(is_packing: bool) -> float:
             replica.pack(is_packing)

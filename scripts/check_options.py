@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanorl.algorithms.recipes import RECIPES
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
 
 SMALLEST = {
     "--preset": "tiny",

@@ -31,7 +31,7 @@ from comparison.matrix import MatrixPlan
 from comparison.pages import html, markdown, picture
 from comparison.variants import read_variants
 
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
 from nanorl.report.summary import write_atomically
 
 

@@ -26,9 +26,14 @@ STYLE = """.wy-nav-content { max-width: 70rem }
 """The theme's columns are too narrow for tables of four."""
 API = {
     "api/nanorl.md": ("nanorl", "The library: what `import nanorl` offers."),
-    "api/options.md": ("nanorl.config", "Every option of a run. Flags have the same names."),
+    "api/options.md": ("nanorl.options", "Every option of a run. Flags have the same names."),
     "api/nanoinfer.md": ("nanoinfer", "The inference engine as a library."),
 }
+
+SECTIONS = {
+    "nanorl.options": ("run", "phase", "agent", "engine", "cluster"),
+}
+"""The modules NAME_config of a package, in whose place they are on the page."""
 
 
 def on_config(config: Any) -> Any:
@@ -82,7 +87,10 @@ def _reference(module: str, about: str) -> str:
     """A page that mkdocstrings fills with the docstrings of a module's public names."""
     names = getattr(importlib.import_module(module), "__all__", None)
     if names is None:
-        return (
-            f"# {module}\n\n{about}\n\n::: {module}\n    options:\n      show_root_heading: false\n"
-        )
+        sections = [f"{module}.{name}_config" for name in SECTIONS.get(module, ())]
+        shown = [
+            f"::: {one}\n    options:\n      show_root_heading: false\n"
+            for one in sections or [module]
+        ]
+        return f"# {module}\n\n{about}\n\n" + "\n".join(shown)
     return f"# {module}\n\n{about}\n\n" + "\n".join(f"::: {module}.{name}\n" for name in names)

@@ -14,7 +14,8 @@ import torch
 from nanoengine import Engine, EngineConfig, ModelConfig, Transformer
 from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import build_batch, logp_gap
+from nanorl.batch_metrics import logp_gap
+from nanorl.batching import build_batch
 from nanorl.types import Rollout
 
 STEPS, TASKS, GROUP, LENGTH = 40, 4, 16, 12

@@ -28,7 +28,7 @@ from comparison.command import main_of, run_all, say
 from comparison.matrix import RunJob
 from generated_part import GeneratedPart, newest
 
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.metrics import read_metrics
 from nanorl.report.statistics import mean_of_runs

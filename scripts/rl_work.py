@@ -36,14 +36,14 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
-from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig, RunConfig
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
-from nanorl.learner import Learner
-from nanorl.parts import Parts
-from nanorl.presets import get_preset
+from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.base import Roles
 from nanorl.roles.clients import ActorClient
 from nanorl.roles.cluster import PRELOAD
@@ -51,6 +51,8 @@ from nanorl.roles.inline import InlineRoles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.router import Router
+from nanorl.run.parts import Parts
+from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
@@ -334,13 +336,14 @@ async def time_steps(parts: Parts, roles: Roles) -> dict[str, float]:
 
     await roles.start()
     try:
+        chosen = choose_learner(
+            parts.config,
+            engine=roles.engine,
+            publisher=roles.publisher,
+            thread=roles.optimizer_thread,
+        )
         with Scheduler(backend="inline") as scheduler:
-            learner = scheduler.actor(Learner).remote(
-                parts.config,
-                engine=roles.engine,
-                publisher=roles.publisher,
-                thread=roles.optimizer_thread,
-            )
+            learner = scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords)
             trainer = Trainer(
                 parts.config,
                 learner=learner,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nanorl
-from nanorl.saved_models import read_run
+from nanorl.run.saved_models import read_run
 
 Played = dict[str, Any]
 """A rollout as `nanorl export --to jsonl` writes it."""

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import ids_of, next_ids
-from nanoinfer.chat.reply import (
-    ReplyReader,
-    ReplyStream,
-    SplitReply,
-    opened_reasoning,
-    spoken_ids,
-)
+from nanoinfer.chat.reasoning import opened_reasoning
+from nanoinfer.chat.reply import ReplyReader, ReplyStream, SplitReply, spoken_ids
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.options.text import TextStream
 from nanoinfer.params import Output

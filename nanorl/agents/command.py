@@ -45,7 +45,7 @@ from urllib.parse import urlsplit
 from nanorl.agents.api_agent import agent_task, finish, note_failure
 from nanorl.agents.episode import Episode
 from nanorl.agents.program import ProgramResult, ProgramStart, run_program
-from nanorl.bounds import check_number
+from nanorl.options.bounds import check_number
 from nanorl.sandbox.agent_box import AgentBox, python_folders
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.machine import find_bwrap

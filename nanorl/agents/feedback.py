@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanorl.agents.episode import Episode
-from nanorl.bounds import check_number
+from nanorl.options.bounds import check_number
 from nanorl.rewards.base import Score
 
 

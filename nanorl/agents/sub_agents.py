@@ -29,8 +29,8 @@ from nanoinfer.chat.choose import tool_chat
 from nanorl.agents.context import Context
 from nanorl.agents.episode import Episode
 from nanorl.agents.tokens import PromptTooLongError
-from nanorl.bounds import check_number
 from nanorl.envs.base import Opening
+from nanorl.options.bounds import check_number
 from nanorl.tools.base import Tool, ToolContext, ToolError
 from nanorl.tools.calls import answer_calls
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanoinfer.chat.reply import TAIL, opened_reasoning
+from nanoinfer.chat.reasoning import TAIL, opened_reasoning
 from nanoinfer.chat.turns import AfterTurn, answered_turn, ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits

@@ -8,11 +8,34 @@ entry in `rollout_ids_S`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from nanorl.algorithms.segments import segment_sum
-from nanorl.algorithms.spec import AGGREGATIONS
+from nanorl.algorithms.option_groups import AGGREGATIONS
+from nanorl.group_advantage import index_by_id, segment_sum
+from nanorl.grpo import GRPO, AdvantageBatch
+from nanorl.types import Rollout
+
+
+def weights_of_minibatch(
+    spec: GRPO, rollouts: Sequence[Rollout], batch: AdvantageBatch, is_here_T: Tensor
+) -> Tensor:
+    """`token_weights` of the tokens of a minibatch, which are in one piece of the batch."""
+    ids_T = batch.sequence_ids_T[is_here_T]
+    sequences = ids_T.unique()
+    assert batch.rollout_ids_S is not None, "build_batch gives the rollout of each sequence"
+    rollout_S = batch.rollout_ids_S[sequences]
+    return token_weights(
+        spec.aggregation,
+        batch.mask_T[is_here_T],
+        ids_T - int(sequences[0]),
+        len(sequences),
+        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0][rollout_S],
+        prompt_ids_S=index_by_id(batch.group_ids)[0][rollout_S],
+        constant_length=spec.constant_length,
+    )
 
 
 def token_weights(

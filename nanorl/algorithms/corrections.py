@@ -1,28 +1,23 @@
-"""Corrections: weights from `w = π_o/μ`, for stale data and for differences between two engines.
+"""Corrections beyond `tis`: weights from `w = π_o/μ`, for stale data and engines that differ.
 
 A NaN stays a NaN, so that the loss is refused: a comparison alone would take it for a rejection.
-Sources: TIS (fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025,
-"When speed kills stability"), IcePop (arXiv 2510.18855), KPop (ringtech.notion.site/kpop).
+Sources: MIS and geometric rejection (Liu et al. 2025, "When speed kills stability"), IcePop (arXiv
+2510.18855), KPop (ringtech.notion.site/kpop).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from nanorl.algorithms.divergences import binary_kl
-from nanorl.algorithms.loss_batch import LossBatch
-from nanorl.algorithms.segments import segment_mean, segment_sum
+from nanorl.algorithms.segments import segment_mean
 from nanorl.algorithms.spec import AlgorithmSpec
-
-
-def tis(log_w_T: Tensor, cap: float) -> Tensor:
-    """`min(w, C)`."""
-    return log_w_T.clamp(max=math.log(cap)).exp()
+from nanorl.group_advantage import segment_sum
+from nanorl.grpo import LossBatch, Modifier
+from nanorl.policy_loss import tis
 
 
 def mis(log_w_T: Tensor, cap: float) -> Tensor:
@@ -80,21 +75,45 @@ def veto(
     return (bad_S == 0).to(log_w_T.dtype)[sequence_ids_T]
 
 
-CORRECTIONS: Mapping[str, Callable[[AlgorithmSpec, Tensor, LossBatch], Tensor]] = MappingProxyType(
-    {
-        "none": lambda spec, log_w_T, batch: torch.ones_like(log_w_T),
-        "tis": lambda spec, log_w_T, batch: tis(log_w_T, spec.correction_cap),
-        "mis": lambda spec, log_w_T, batch: mis(log_w_T, spec.correction_cap),
-        "icepop": lambda spec, log_w_T, batch: icepop(log_w_T, *spec.bounds),
-        "kpop": lambda spec, log_w_T, batch: kpop(
-            log_w_T, batch.rollout_logp_T, spec.correction_kl
-        ),
-        "sequence_tis": lambda spec, log_w_T, batch: sequence_tis(
-            log_w_T, *batch.segments, spec.correction_cap
-        ),
-        "geometric": lambda spec, log_w_T, batch: geometric_rejection(
-            log_w_T, *batch.segments, *spec.bounds
-        ),
-    }
-)
-"""(spec, log w, batch) -> the weight of every token, by `AlgorithmSpec.resolved_correction`."""
+# By the names of `CORRECTIONS` (policy_loss.py), with the bounds of the spec.
+
+
+def none(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """1."""
+    return torch.ones_like(log_w_T)
+
+
+def masked(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """`mis`."""
+    return mis(log_w_T, spec.correction_cap)
+
+
+def bounded(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """`icepop`."""
+    return icepop(log_w_T, *spec.bounds)
+
+
+def near(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """`kpop`."""
+    return kpop(log_w_T, batch.rollout_logp_T, spec.correction_kl)
+
+
+def truncated_sequences(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """`sequence_tis`."""
+    return sequence_tis(log_w_T, *batch.segments, spec.correction_cap)
+
+
+def kept_sequences(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+    """`geometric_rejection`."""
+    return geometric_rejection(log_w_T, *batch.segments, *spec.bounds)
+
+
+class Veto(Modifier):
+    """`veto_below`: drops a sequence in which any token has a smaller w."""
+
+    def __init__(self, spec: AlgorithmSpec) -> None:
+        self.threshold = spec.veto_below
+
+    def correct(self, weight_T: Tensor, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+        """The weights, 0 in such sequences."""
+        return weight_T * veto(log_w_T, *batch.segments, self.threshold)

@@ -10,7 +10,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanoengine.packing import Sample
+from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batching import with_field
+from nanorl.fields import Field
+from nanorl.grpo import AdvantageBatch, LossBatch, Modifier
+from nanorl.policy_loss import ClippedLoss, clipped
+
+
+class Chosen(Modifier):
+    """Marks the tokens that the loss treats in its own way."""
+
+    def __init__(self, spec: AlgorithmSpec) -> None:
+        self.spec = spec
+
+    def mark(
+        self, samples: list[Sample], batch: AdvantageBatch, advantage_T: Tensor
+    ) -> list[Sample]:
+        """The samples with 1 in `Field.CHOSEN` for those."""
+        assert batch.old_logp_T is not None, "the trainer's, or those of the rollouts"
+        chosen_T = choose_by_covariance(self.spec, advantage_T, batch.old_logp_T, batch.mask_T)
+        lengths = [len(sample.tokens) for sample in samples]
+        return with_field(samples, Field.CHOSEN, chosen_T.split(lengths))
+
+
+class ClipCov(ClippedLoss):
+    """`clip_cov`: such tokens learn nothing."""
+
+    def __call__(self, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+        """[T] with the gradient of `logp_T`."""
+        low, high = self.spec.clip
+        chosen_T = required(batch.chosen_T, "chosen_T", "loss='clip_cov'")
+        A_T = batch.advantage_T
+        return clip_cov(logp_T, old_T, A_T, chosen_T, clip_low=low, clip_high=high)
+
+
+class KLCov(ClippedLoss):
+    """`kl_cov`: such tokens may not move far."""
+
+    def __call__(self, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+        """[T] with the gradient of `logp_T`."""
+        chosen_T = required(batch.chosen_T, "chosen_T", "loss='kl_cov'")
+        coef = self.spec.covariance_kl_coef
+        return kl_cov(logp_T, old_T, batch.advantage_T, chosen_T, coef=coef)
+
+
+def clip_cov(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantage_T: Tensor,
+    chosen_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """PPO without the chosen tokens."""
+    ratio_T = (logp_T - old_logp_T).exp()
+    return (1 - chosen_T) * clipped(ratio_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
+
+
+def kl_cov(
+    logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, chosen_T: Tensor, *, coef: float = 1.0
+) -> Tensor:
+    """`−r·A`, on the chosen tokens `+ coef·|log r|`, which acts from a batch's second step on."""
+    log_ratio_T = logp_T - old_logp_T
+    return -log_ratio_T.exp() * advantage_T + coef * chosen_T * log_ratio_T.abs()
 
 
 def choose_by_covariance(

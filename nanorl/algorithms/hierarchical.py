@@ -11,13 +11,16 @@ is that of a sample, as everywhere here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-GroupEstimator = Callable[[Tensor, Sequence[Hashable]], Tensor]
-"""([N] rewards, the group of each) -> [N] advantages."""
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.turns import of_first_sequences, returns_to_go, turns_of
+from nanorl.group_advantage import grpo
+from nanorl.grpo import AdvantageBatch, GroupEstimator
 
 
 def hgpo(
@@ -59,3 +62,28 @@ def _situations(
         for rollout, (seen, group) in enumerate(zip(states, group_ids, strict=True))
         for turn in range(len(seen))
     ]
+
+
+def hgpo_of_batch(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, None]:
+    """`hgpo` of the turns of a batch, with GRPO's comparison."""
+    turns = turns_of(batch)
+    if turns.states is None:
+        raise ValueError("turns.states is missing: advantage='hgpo' reads it")
+    rewards = of_first_sequences(batch, turns.rewards)
+    turn_N, rollout_R = hgpo(
+        grpo,
+        batch.reward_R.new_tensor([sum(one) for one in rewards], dtype=torch.float64),
+        [returns_to_go(one, spec.gamma) for one in rewards],
+        of_first_sequences(batch, turns.states),
+        batch.group_ids,
+        depth=spec.hierarchy_depth,
+        power=spec.hierarchy_power,
+    )
+    counts = torch.tensor([len(one) for one in rewards])
+    first_T = F.pad(counts.cumsum(0), (1, 0))[batch.rollout_of_token]
+    is_beside_S = torch.tensor([not states for states in turns.states])
+    place_T = first_T + turns.index_T.clamp(min=0)
+    value_T = torch.where(
+        is_beside_S[batch.sequence_ids_T], rollout_R[batch.rollout_of_token], turn_N[place_T]
+    )
+    return torch.where(turns.index_T >= 0, value_T, 0.0).to(batch.reward_R.dtype), None

@@ -15,7 +15,22 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanoengine.packing import Sample, TopTokens
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.grpo import Modifier
 from nanorl.types import Rollout
+
+
+class Hindsight(Modifier):
+    """`hindsight`: rollouts for which the teacher has nothing to read take no part."""
+
+    def __init__(self, spec: AlgorithmSpec) -> None:
+        pass
+
+    def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:
+        """Those that a teacher can judge; counts the others."""
+        judged = with_hindsight(rollouts)
+        metrics["num_without_hindsight"] = float(len(rollouts) - len(judged))
+        return judged
 
 
 def with_hindsight(rollouts: Sequence[Rollout]) -> list[Rollout]:

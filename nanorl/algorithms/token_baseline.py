@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorl.algorithms.segments import DELTA, index_by_id, segment_sum
+from nanorl.algorithms.returns import gae, token_rewards
+from nanorl.algorithms.segments import required
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.group_advantage import DELTA, index_by_id, segment_sum
+from nanorl.grpo import AdvantageBatch
 
 
 def collision(logp_T: Tensor, sharp_logp_T: Tensor) -> Tensor:
@@ -66,3 +70,16 @@ def _sums_so_far(value_A: Tensor, owner_A: Tensor) -> Tensor:
     """The sum of an owner's values up to each token, it included."""
     lengths = owner_A.unique_consecutive(return_counts=True)[1].tolist()
     return torch.cat([part.cumsum(0) for part in value_A.split(lengths)] or [value_A])
+
+
+def otb_of_batch(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, None]:
+    """The baseline of each token of a batch, off its return."""
+    old_T = required(batch.old_logp_T, "old_logp_T", "advantage='otb'")
+    sharp_T = required(batch.sharp_logp_T, "sharp_logp_T", "advantage='otb'")
+    mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
+    reward_T, zero_T = token_rewards(spec, batch), torch.zeros_like(mask_T)
+    return_T, _ = gae(reward_T, zero_T, mask_T, ids_T, gamma=spec.gamma, lam=1.0)
+    energy_T = 1 - 2 * old_T.exp() + collision(old_T, sharp_T)
+    ids_S = batch.rollout_ids_S
+    groups = batch.group_ids if ids_S is None else [batch.group_ids[r] for r in ids_S.tolist()]
+    return optimal_token_baseline(return_T, energy_T, mask_T, ids_T, groups), None

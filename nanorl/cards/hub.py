@@ -15,9 +15,9 @@ from nanoengine.command_line import program
 from nanoengine.extras import missing
 from nanorl.cards.model_card import ADAPTER, CARD, MODEL, write_cards
 from nanorl.cards.model_source import model_source
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import read_summary
-from nanorl.saved_models import find_models, read_run
+from nanorl.run.saved_models import find_models, read_run
 
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHTS = {MODEL: "*.safetensors", ADAPTER: "adapter_model.safetensors"}

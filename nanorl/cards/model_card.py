@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.cards.model_source import ModelSource
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.evaluation import Evaluation, percent
 from nanorl.report.summary import EVALUATIONS, gap_text, write_atomically
 

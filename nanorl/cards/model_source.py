@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoengine.formats.sources import SMOLLM2, WheelModel
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?$")
 _LICENCE = re.compile(r"""^license:\s*["']?([A-Za-z0-9._-]+)""", re.MULTILINE)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from nanorl.doctor.finding import Severity, findings_text
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 
 AS_JSON = "--as-json"
 
@@ -62,8 +62,8 @@ def _model_alone(words: Sequence[str]) -> str | None:
 
 def _check_model(source: str, *, is_json: bool) -> int:
     from nanoengine.formats.sources import resolve_model
-    from nanorl.config import RunConfig
     from nanorl.doctor.model_check import check_model
+    from nanorl.options.run_config import RunConfig
 
     folder = resolve_model(source, RunConfig().cache_dir)
     found = check_model(folder)

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from nanoinfer.params import SamplingParams
-from nanorl.bounds import COUNT, Bound, check_number, check_record
-from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
-from nanorl.options import configure, for_environment, with_options
+from nanorl.options.bounds import COUNT, Bound, check_number, check_record
+from nanorl.options.parse import configure, for_environment, with_options
+from nanorl.options.run_config import RunConfig
 from nanorl.trust import PLAYED, remember, require_but
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
     from nanorl.report.evaluation import Evaluation
-    from nanorl.saved_models import SavedModels
+    from nanorl.run.saved_models import SavedModels
     from nanorl.types import Rollout, Task
 
 RESULT = "eval.json"
@@ -146,7 +146,7 @@ def evaluation_of(
 ) -> tuple[Evaluation, Path]:
     """What the model that is named does, and the folder in which the result lies; what the verb and
     the library share. `env` and `run_to_end` as in `run_evaluation`."""
-    from nanorl.saved_models import find_models
+    from nanorl.run.saved_models import find_models
 
     saved = find_models(options.model)
     config = options.run_config(saved, env)
@@ -179,12 +179,12 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluation import evaluate, too_few
-    from nanorl.manifest import manifest_of
-    from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
     from nanorl.report.live import LiveView
     from nanorl.roles.player import Player
+    from nanorl.run.evaluation import evaluate, too_few
+    from nanorl.run.manifest import manifest_of
+    from nanorl.run.parts import Parts
     from nanorl.store import RolloutStore
 
     remember(config.to_json())

@@ -34,7 +34,7 @@ def serve(
         from nanorl.commands.serve_page import page_about
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
-    from nanorl.saved_models import find_models  # here: it imports torch
+    from nanorl.run.saved_models import find_models  # here: it imports torch
 
     saved = find_models(source)
     name = options.model_name or Path(source).expanduser().resolve().name

@@ -22,10 +22,10 @@ from pathlib import Path
 import tyro
 
 from nanoengine.extras import missing
-from nanorl.bounds import POSITIVE, check_record
-from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
-from nanorl.presets import get_preset
+from nanorl.options.bounds import POSITIVE, check_record
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ def serve_env(
 
 
 async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
-    from nanorl.agents.kit import AgentKit
     from nanorl.envs.remote.server import EnvServer, ServeLimits
+    from nanorl.run.agent_kit import AgentKit
 
     limits = ServeLimits(
         max_episodes=options.max_episodes,

@@ -11,7 +11,7 @@ from pathlib import Path
 from nanoengine.text.chat_template import Message
 from nanoinfer.server.page import PageAbout, PageTool
 from nanorl.envs.run_kind import run_tokenizer
-from nanorl.saved_models import SavedModels
+from nanorl.run.saved_models import SavedModels
 from nanorl.store import RolloutStore
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.export import find_parsers

@@ -17,8 +17,8 @@ from typing import Annotated
 
 import tyro
 
-from nanorl.bounds import COUNT, POSITIVE, check_record
 from nanorl.commands.terminal import printable
+from nanorl.options.bounds import COUNT, POSITIVE, check_record
 from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.store.address import training_store
 from nanorl.store.stats import StoreStats
@@ -73,7 +73,7 @@ def find_store(run: Path) -> str:
     """The address of a run's rollouts. ValueError if there are none."""
     if run.is_file():
         return str(run)
-    from nanorl.saved_models import read_run  # here: it imports torch
+    from nanorl.run.saved_models import read_run  # here: it imports torch
 
     return training_store(run, read_run(run).store)
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
-from nanorl.config import RunConfig
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
+from nanorl.options.run_config import RunConfig
 from nanorl.report.next_steps import how_to_go_on, next_steps
 
 if TYPE_CHECKING:
-    from nanorl.parts import Parts
     from nanorl.roles.base import Roles
+    from nanorl.run.parts import Parts
 
 RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -38,13 +38,13 @@ def run_training(
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
-    from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
-    from nanorl.failed_start import WRITTEN, take_away_failed_start
-    from nanorl.parts import Parts
-    from nanorl.restarts import run_until_done
     from nanorl.roles.launch import make_roles
-    from nanorl.run import write_outcome
+    from nanorl.run.continuation import begin, take_over
+    from nanorl.run.failed_start import WRITTEN, take_away_failed_start
+    from nanorl.run.parts import Parts
+    from nanorl.run.restarts import run_until_done
+    from nanorl.run.run import write_outcome
     from nanorl.trackers.services import require_trackers
 
     require_trackers(config.log)
@@ -85,7 +85,7 @@ def first_lines(parts: Parts, walls: str) -> list[str]:
     """What a run says before it begins: the model and where it is from, the sandbox (`walls`, empty
     where no programs run), its folder and device, and whether there are fewer tasks than wanted."""
     from nanorl.cards.model_source import model_source
-    from nanorl.evaluation import too_few
+    from nanorl.run.evaluation import too_few
 
     config = parts.config
     lines = {

@@ -18,7 +18,7 @@ def trust(run: tyro.conf.Positional[Path], /) -> None:
     Args:
         run: The folder of a run, or of an evaluation.
     """
-    from nanorl.saved_models import named_options  # here: it imports torch
+    from nanorl.run.saved_models import named_options  # here: it imports torch
     from nanorl.trust import remember, unknown
 
     options = named_options(run)

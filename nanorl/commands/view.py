@@ -118,7 +118,7 @@ def view(
 def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
     if len(runs) > 1:
         raise ValueError("view: the terminal shows one run; leave the options away for a browser")
-    from nanorl.saved_models import read_run  # here: it imports torch
+    from nanorl.run.saved_models import read_run  # here: it imports torch
 
     [run] = runs
     decode = _decoder(run)
@@ -195,6 +195,6 @@ def _matching(
 def _decoder(run: Path) -> ChatDecode:
     """Ids to text without the template's marks, with the tokenizer of the run's model."""
     from nanorl.report.chat_decode import ChatDecode  # here: both import torch
-    from nanorl.saved_models import read_tokenizer
+    from nanorl.run.saved_models import read_tokenizer
 
     return ChatDecode(read_tokenizer(run))

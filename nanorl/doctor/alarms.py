@@ -17,9 +17,9 @@ from typing import Any
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
-from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, in_order, quoted
 from nanorl.doctor.silence import silence_pays
+from nanorl.options.run_config import RunConfig
 from nanorl.types import Branch, Rollout, Status
 
 MANY = 0.5

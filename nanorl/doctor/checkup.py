@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.parallel.device import free_bytes
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
-from nanorl.config import RunConfig
 from nanorl.doctor.alarms import Evidence, rollout_findings
 from nanorl.doctor.borders import border_findings
 from nanorl.doctor.finding import Finding, Severity, in_order, verdict
@@ -43,15 +42,16 @@ from nanorl.doctor.silence import rehearse_silence, rehearsed_silence
 from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import TeacherError
 from nanorl.envs.run_kind import settle_sandbox
-from nanorl.parts import Parts
+from nanorl.options.run_config import RunConfig
 from nanorl.plugins import where_raised
 from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.transcript import transcript
 from nanorl.roles.player import Player
+from nanorl.run.parts import Parts
+from nanorl.run.sizes import activation_bytes, resident_bytes
+from nanorl.run.warm_start import WarmStart
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.sizes import activation_bytes, resident_bytes
 from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
-from nanorl.warm_start import WarmStart
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd

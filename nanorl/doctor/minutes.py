@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity
+from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout
 
 BACKWARD = 3.5

@@ -1,6 +1,6 @@
 """What can be seen before anything is played: chat template, tasks, memory and disk.
 
-Left out: options that exclude each other, which are refused where they are read (config.py).
+Left out: options that exclude each other, which are refused where they are read (options/).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from nanoengine.plan.footprint import WIDTH
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import OPENING
-from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, quoted
+from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout, Task, content_id
 
 FEW_HELDOUT = 20

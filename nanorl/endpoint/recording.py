@@ -31,7 +31,7 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForms
-from nanoinfer.chat.reply import opened_reasoning
+from nanoinfer.chat.reasoning import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.call_params import call_grammar, check_stop
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
@@ -43,6 +43,7 @@ from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanorl.agents.context import Generator
+from nanorl.agents.episode import Episode
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
 from nanorl.endpoint.call_count import CallCount, NoCallsLeftError
@@ -434,3 +435,16 @@ def _compared(message: Message) -> list[Any]:
         str(message["content"] or "").strip(),
         [[function["name"], function["arguments"]] for function in calls],
     ]
+
+
+@asynccontextmanager
+async def record(episode: Episode) -> AsyncIterator[Any]:
+    """What `Episode.record` does. InfrastructureError where the agent has no endpoint."""
+    if episode.open_session is None:
+        raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
+    episode.opening = await episode.env.reset(episode.task)
+    episode.recording = recording = Recording(
+        episode.generator, episode.tokenizer, limits=episode.limits, sampling=episode.sampling
+    )
+    async with episode.open_session(recording) as session:
+        yield session

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind
 from nanorl.envs.catalog import (
     ENVIRONMENTS,
     PRESETS_OWN,
@@ -18,12 +16,14 @@ from nanorl.envs.catalog import (
     load_kind,
     parse_arguments,
 )
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox
-from nanorl.sandbox.session import WorkspaceSandbox
 
 NUM_WORKERS = 2
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from nanorl.algorithms.signal import has_signal
+from nanorl.batch_metrics import has_signal
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.policy import FAULTS, BatchPolicy, Fault
 from nanorl.flow.staleness import StalenessController

@@ -4,7 +4,7 @@
     nothing was finished for N minutes over when something is
     a number of a step is not finite   over when all of a step's are
     success collapsed                  over when its mean is back at three quarters of the best
-    the run ended with an error, or begins again after one (nanorl/restarts.py)
+    the run ended with an error, or begins again after one (nanorl/run/restarts.py)
 
 An event is told once when it begins and once when it is over. One that comes back within
 `QUIET_S` of the last message about it stays silent: it is told after that time if it lasts, and

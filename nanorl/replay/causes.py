@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanorl.manifest import Manifest
 from nanorl.replay.difference import Difference, Kind
+from nanorl.run.manifest import Manifest
 from nanorl.types import TokenStats
 
 _NUMBERS = ("store", "weights", "machine", "packages", "code", "model")

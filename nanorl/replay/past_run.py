@@ -15,14 +15,14 @@ from typing import Any
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
-from nanorl.config import RunConfig
-from nanorl.cursor import AFTER_RL, PHASES, START, WARMING_UP, Cursor
-from nanorl.evaluation import GREEDY
-from nanorl.history import RunHistory
-from nanorl.manifest import Manifest
-from nanorl.options import with_options
+from nanorl.options.parse import with_options
+from nanorl.options.run_config import RunConfig
 from nanorl.report.evaluation import Evaluation
-from nanorl.saved_models import named_options, read_run
+from nanorl.run.cursor import AFTER_RL, PHASES, START, WARMING_UP, Cursor
+from nanorl.run.evaluation import GREEDY
+from nanorl.run.history import RunHistory
+from nanorl.run.manifest import Manifest
+from nanorl.run.saved_models import named_options, read_run
 from nanorl.store import Entry, RolloutStore, content_hash
 from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.trust import require

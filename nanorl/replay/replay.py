@@ -21,8 +21,6 @@ import torch
 
 from kernels.host_memory import reuse_large_buffers
 from nanorl.agents.context import Generator
-from nanorl.manifest import manifest_of
-from nanorl.parts import Parts
 from nanorl.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference
 from nanorl.replay.forced import StoredTurns, samples_of, versions_of, with_scores
@@ -31,6 +29,8 @@ from nanorl.replay.result import Replayed, ReplayResult
 from nanorl.replay.tasks import TodaysTasks, changes
 from nanorl.replay.weights import PastWeights
 from nanorl.roles.inline import InlineRoles
+from nanorl.run.manifest import manifest_of
+from nanorl.run.parts import Parts
 from nanorl.store import content_hash
 from nanorl.types import Rollout, Status, Task
 

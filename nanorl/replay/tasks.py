@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from nanorl.flow.curriculum import load_curriculum
-from nanorl.parts import Parts
 from nanorl.replay.past_run import Chosen
+from nanorl.run.parts import Parts
 from nanorl.types import Task
 
 MAX_CHARS = 60

@@ -17,10 +17,12 @@ from typing import Any
 
 from nanoengine.state.checkpoint import open_checkpoint, read_cursor
 from nanoengine.tensor_file import CheckpointError
-from nanorl.learner import Learner, reference_folders
-from nanorl.parts import Parts
+from nanorl.learner import Learner
 from nanorl.replay.past_run import UNTRAINED, PastRun
 from nanorl.roles.inline import InlineRoles
+from nanorl.run.parts import Parts
+from nanorl.scorers.references import reference_folders
+from nanorl.scorers.scored_learner import make_learner
 
 
 class PastWeights:
@@ -108,7 +110,7 @@ class PastWeights:
         self.version, self.is_rebuilt = version, False
         roles, config = self._roles, self._parts.config
         # Beyond here a gap between the engines is a finding, and no reason to stop.
-        self._learner = Learner(
+        self._learner = make_learner(
             replace(config, deterministic=False),
             engine=roles.engine,
             publisher=roles.publisher,

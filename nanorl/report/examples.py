@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from nanorl.cursor import PHASES, Phase
 from nanorl.report.summary import EVALUATIONS
+from nanorl.run.cursor import PHASES, Phase
 from nanorl.store import Entry, RolloutStore
 from nanorl.store.address import EVALUATIONS_FILE
 from nanorl.types import Rollout, Status, Task, TokenStats, kind_of

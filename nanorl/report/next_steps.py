@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from nanoengine.command_line import program
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 
 
 def next_steps(config: RunConfig) -> str:

@@ -76,9 +76,9 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "command": (str,),
     "torch_version": (str,),
     "sandbox": (str,),  # the back end that ran the agent's programs, or none
-    "history": (list,),  # events of nanorl.history: how it came to be, with what changed
+    "history": (list,),  # events of nanorl.run.history: how it came to be, with what changed
     "heldout_n_before": (int,),  # another number than heldout_n where it was changed on the way
-    "missing": (list,),  # of the records, a sentence for each kind: nanorl/missing_records.py
+    "missing": (list,),  # of the records, a sentence for each kind: nanorl/run/missing_records.py
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""

@@ -13,14 +13,16 @@ from typing import Any, Protocol
 
 from nanoengine.config import EngineConfig
 from nanoengine.scoring import Policy
-from nanorl.learner import Publisher, TrainingEngine, ValueEstimator
 from nanorl.monitor.control import ClusterControl
+from nanorl.publisher import Publisher
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
+from nanorl.scorers.scored_learner import ScoringEngine
+from nanorl.scorers.value_critic import ValueEstimator
 from nanorl.store import RolloutStore
 
 
-class RunEngine(TrainingEngine, Protocol):
+class RunEngine(ScoringEngine, Protocol):
     """The trainer's engine with all that a run does beside steps."""
 
     def restart(self, config: EngineConfig) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoengine.state.checkpoint import forget_newer
-from nanorl.learner import Critic
+from nanorl.scorers.value_critic import Critic
 
 
 class SavedCritic(Critic):

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
-from nanorl.bounds import check_number
+from nanorl.options.bounds import check_number
 from nanorl.roles.clients import ReplicaLost
 from nanorl.weights.disk import DiskOffer
 from nanorl.weights.offer import BaseVersionMissing, Offer, WeightReceiver, WeightsRefused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanorl.parts import Parts
 from nanorl.roles.base import Roles
+from nanorl.run.parts import Parts
 
 
 def make_roles(parts: Parts) -> Roles:

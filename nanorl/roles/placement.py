@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.weights.transport import Kind
 from nanosched import GetTimeout, PlacementGroup, Resources, Scheduler
 

@@ -12,8 +12,8 @@ from nanoengine.parallel.device import enter_device, worker_thread
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.agents.kit import AgentKit
-from nanorl.parts import Parts, num_threads
+from nanorl.run.agent_kit import AgentKit
+from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task
 
 

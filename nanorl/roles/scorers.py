@@ -18,14 +18,14 @@ from nanoengine.config import EngineConfig
 from nanoengine.formats.hf import load_model
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
-from nanorl.config import RunConfig
-from nanorl.learner import load_reference
 from nanorl.monitor.vitals import vitals
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import Role
 from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
+from nanorl.scorers.references import load_reference
 from nanosched import ActorHandle, TaskError, WorkerDied
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanorl.option_values import read_record
+from nanorl.options.values import read_record
 from nanorl.simulate.config import SimulationConfig
 
 FILE = Path(__file__).with_name("published.json")

@@ -25,10 +25,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from nanorl.collector import RolloutCollector
-from nanorl.config import RLConfig, RunConfig
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.flow.policy import BatchPolicy
 from nanorl.learner import Learner
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.router import Router
 from nanorl.simulate.clock import run_virtually
 from nanorl.simulate.config import SimulationConfig

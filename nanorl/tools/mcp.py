@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoengine.extras import missing
-from nanorl.bounds import check_number
+from nanorl.options.bounds import check_number
 from nanorl.tools.base import ToolContext, ToolError
 from nanorl.tools.mcp_connection import STOP_S, McpConnection, is_address
 

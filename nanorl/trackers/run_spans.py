@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.agents.times import RolloutTimes
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.metrics import flatten_numbers
 from nanorl.trackers.sending import FINISH_S, TrackerLine, identity_of
 from nanorl.trackers.span_record import Attribute, PlayedRollouts, SpannedRun, SpanRecord

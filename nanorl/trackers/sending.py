@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanorl.config import RunConfig, flatten
+from nanorl.options.run_config import RunConfig, flatten
 from nanorl.report.metrics import flatten_numbers
 from nanorl.report.summary import write_atomically
 from nanorl.trackers.rollout_rows import RolloutRow

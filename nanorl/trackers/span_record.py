@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanorl.agents.times import RolloutTimes
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout
 
 Attribute = str | bool | int | float

@@ -26,10 +26,10 @@ from nanoinfer.chat.base import Parser
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import client_tool_chat
 from nanorl.agents.loops import LOOPS
-from nanorl.bounds import check_number
-from nanorl.config import RunConfig
-from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_kind
+from nanorl.options.bounds import check_number
+from nanorl.options.run_config import RunConfig
+from nanorl.run.cursor import PHASES
 from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.trajectories.atif import AgentInfo, write_atif
@@ -120,7 +120,7 @@ def export_rollouts(options: ExportOptions, *, say: Callable[[str], None] = prin
     """Write, or send, the rollouts of a run. ValueError where there is no such run, where it has no
     such rollouts, or where a package is missing; OSError where they cannot be written, and then
     nothing is. `say` is told what is not as it should be."""
-    from nanorl.saved_models import read_run, read_tokenizer  # here: it imports torch
+    from nanorl.run.saved_models import read_run, read_tokenizer  # here: it imports torch
 
     config = read_run(options.run)
     where = Filter.parse(options.where)

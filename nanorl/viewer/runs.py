@@ -22,11 +22,11 @@ from typing import Any
 
 from nanoengine.state.run_folder import LOCK
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.config import RunConfig
-from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import EVALUATIONS
-from nanorl.saved_models import named_options, read_run, read_tokenizer
+from nanorl.run.cursor import PHASES
+from nanorl.run.saved_models import named_options, read_run, read_tokenizer
 from nanorl.store import RolloutStore, StoreError
 from nanorl.store.address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.trajectories.base import Trajectory, TrajectoryReader

@@ -29,7 +29,7 @@ from typing import Any
 
 from comparison.variants import BASE, Variant, VariantSet
 
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.report.summary import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanorl.envs.base import Environment, Services, TimeStep
 from nanorl.envs.code import CodeKind
-from nanorl.presets import tiny_environment
+from nanorl.options.presets import tiny_environment
 
 TOOL_S = 0.3
 

@@ -14,7 +14,7 @@ from kernels import (
 from kernels.adamw import _PIECE
 from kernels.gae import gae_ref
 from kernels.split_master import join_master, split_master_
-from nanorl.algorithms.advantages import gae as gae_of_nanorl
+from nanorl.algorithms.returns import gae as gae_of_nanorl
 
 
 def test_gae_skips_observations_as_the_worked_example():

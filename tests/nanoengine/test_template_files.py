@@ -13,7 +13,7 @@ from nanoengine.formats.template_files import read_templates, template_files
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.manifest import model_fingerprint
+from nanorl.run.manifest import model_fingerprint
 
 USER = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]

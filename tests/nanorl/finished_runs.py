@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanorl.config import RunConfig
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
+from nanorl.options.run_config import RunConfig
 from nanorl.report.evaluation import Evaluation, TaskScore
 from nanorl.report.summary import build_summary, write_summary
 from nanorl.tasks.tiny_model import build_tiny_model

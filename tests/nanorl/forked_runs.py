@@ -36,7 +36,7 @@ SMALL = (
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["nanorl.run", "nanorl.roles.cluster", "tyro", "torch.utils.tensorboard", "forked_runs"]
+    ["nanorl.run.run", "nanorl.roles.cluster", "tyro", "torch.utils.tensorboard", "forked_runs"]
 )
 
 

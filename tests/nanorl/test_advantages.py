@@ -7,11 +7,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from nanorl import group_advantage
 from nanorl.algorithms import advantages as adv
-from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
+from nanorl.algorithms import distillation, overlong
+from nanorl.algorithms import returns as of_tokens
+from nanorl.algorithms import turns as of_turns
+from nanorl.algorithms.option_groups import Advantage
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.signal import has_signal
-from nanorl.algorithms.spec import Advantage, AlgorithmSpec
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batch_metrics import has_signal
+from nanorl.group_advantage import ADVANTAGES, compute_advantages
+from nanorl.grpo import AdvantageBatch
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 7.0, 1.0], dtype=torch.float64)
@@ -27,7 +33,7 @@ def close(actual: torch.Tensor, expected: list[float], tol: float = 1e-5) -> Non
 def test_grpo_by_hand() -> None:
     # a: mean .5, sample variance (4·.25)/3, std .57735; b: mean 3, std sqrt(2).
     a, b = 0.5 / 0.5773502, 1 / 1.4142136
-    close(adv.grpo(REWARDS, GROUPS), [a, -b, -a, b, -a, 0, a])
+    close(group_advantage.grpo(REWARDS, GROUPS), [a, -b, -a, b, -a, 0, a])
 
 
 def test_dr_grpo_rloo_and_maxrl_by_hand() -> None:
@@ -37,7 +43,7 @@ def test_dr_grpo_rloo_and_maxrl_by_hand() -> None:
     close(adv.maxrl(REWARDS, GROUPS), [1, -1 / 3, -1, 1 / 3, -1, 0, 1])
 
 
-@pytest.mark.parametrize("function", [adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl])
+@pytest.mark.parametrize("function", [group_advantage.grpo, adv.dr_grpo, adv.rloo, adv.maxrl])
 def test_advantages_follow_the_group_id_and_not_the_position(function) -> None:
     order = torch.tensor([3, 0, 6, 5, 2, 1, 4])
     shuffled = function(REWARDS[order], [GROUPS[i] for i in order])
@@ -45,35 +51,35 @@ def test_advantages_follow_the_group_id_and_not_the_position(function) -> None:
 
 
 def test_a_uniform_group_and_an_all_zero_group_give_zero_and_no_nan() -> None:
-    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
+    for function in (group_advantage.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
         close(function(torch.tensor([1.0, 1.0, 0.0, 0.0]), ["x", "x", "y", "y"]), [0, 0, 0, 0])
 
 
 def test_a_missing_group_id_is_refused() -> None:
     with pytest.raises(ValueError, match="6 group ids for 7 rewards"):
-        adv.grpo(REWARDS, GROUPS[:-1])
+        group_advantage.grpo(REWARDS, GROUPS[:-1])
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
 @pytest.mark.parametrize("count", [3, 7, 1000])
 def test_equal_rewards_give_exactly_zero_whatever_the_rounding(reward: float, count: int) -> None:
     rewards, ids = torch.full((count,), reward), torch.arange(count)
-    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
+    for function in (group_advantage.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
         assert not function(rewards, ["g"] * count).any()
     mask = torch.ones(count)
-    assert not adv.whiten(rewards, mask).any()
-    assert not adv.reinforce_pp(rewards, mask, ids).any()
+    assert not of_tokens.whiten(rewards, mask).any()
+    assert not of_tokens.reinforce_pp(rewards, mask, ids).any()
 
 
 def test_whitening_of_rounding_errors_stays_small_and_of_values_is_that_of_fp64() -> None:
     noisy = torch.full((1000,), 0.7)
     noisy[::2] += 6e-8  # one unit in the last place
-    assert float(adv.whiten(noisy, torch.ones(1000)).abs().max()) < 1e-3
+    assert float(of_tokens.whiten(noisy, torch.ones(1000)).abs().max()) < 1e-3
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(50) % 3 > 0
     kept = values[mask].double()
     by_hand = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt()
-    got = adv.whiten(values, mask)
+    got = of_tokens.whiten(values, mask)
     torch.testing.assert_close(got[mask].double(), by_hand, rtol=0, atol=1e-7)
     assert not got[~mask].any()
 
@@ -103,7 +109,7 @@ def naive_gae(reward: list[float], value: list[float], lam: float) -> float:
 
 def test_multi_turn_gae_skips_observations() -> None:
     ids = torch.zeros(7, dtype=torch.long)
-    got, returns = adv.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)
+    got, returns = of_tokens.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)
     # δ = 0, 0, 0, .5 on the four action tokens: A = .5·(.95³, .95², .95, 1).
     expected = [0.4286875, 0.45125, 0, 0, 0, 0.475, 0.5]
     close(got, expected)
@@ -118,7 +124,7 @@ def test_the_three_known_gae_bugs_give_other_numbers() -> None:
     reset = (0.5 - 0.5) + 0.95 * (5 - 0.5)  # bootstraps from the observation and stops there
     assert [unmasked, zeroed, reset] == pytest.approx([0.977, 0.300, 4.275], abs=5e-4)
     ids = torch.zeros(7, dtype=torch.long)
-    got = float(adv.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)[0][0])
+    got = float(of_tokens.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)[0][0])
     assert min(abs(got - bug) for bug in (unmasked, zeroed, reset)) > 0.1
 
 
@@ -126,18 +132,18 @@ def test_gae_does_not_cross_sequences_and_discounts_per_action_token() -> None:
     ids = torch.tensor([0, 0, 1, 1])
     reward = torch.tensor([0.0, 1.0, 0.0, 2.0])
     mask = torch.ones(4)
-    got, _ = adv.gae(reward, torch.zeros(4), mask, ids, gamma=0.5, lam=1.0)
+    got, _ = of_tokens.gae(reward, torch.zeros(4), mask, ids, gamma=0.5, lam=1.0)
     close(got, [0.5, 1, 1, 2])
 
 
 def test_reinforce_pp_returns_use_action_tokens_only_and_are_whitened() -> None:
     mask = torch.tensor([1.0, 0, 1, 1])
     ids = torch.tensor([0, 0, 0, 1])
-    reward = adv.outcome_rewards(torch.tensor([1.0, 0.0]), mask, ids)
+    reward = of_tokens.outcome_rewards(torch.tensor([1.0, 0.0]), mask, ids)
     close(reward, [0, 0, 1, 0])
     k1 = torch.tensor([0.2, 9.0, 0.4, 0.0])
-    reward = adv.kl_penalised(reward, k1, torch.zeros(4), mask, 0.5)
-    got = adv.reinforce_pp(reward, mask, ids, gamma=0.5)
+    reward = of_tokens.kl_penalised(reward, k1, torch.zeros(4), mask, 0.5)
+    got = of_tokens.reinforce_pp(reward, mask, ids, gamma=0.5)
     # Gains −.1, −, .8, 0; returns −.1 + .5·.8 = .3, .8, 0; mean .366667, population std .329983.
     close(got, [-0.202031, 0, 1.313198, -1.111168], 1e-5)
 
@@ -175,7 +181,7 @@ def test_reinforce_pp_baseline_whitens_group_centred_rewards_over_tokens() -> No
 
 
 def test_distillation_subtracts_the_log_ratio_on_action_tokens() -> None:
-    got = adv.distill(
+    got = distillation.distill(
         torch.tensor([1.0, 0.0]),
         torch.tensor([-1.0, -9.0]),
         torch.tensor([-3.0, -1.0]),
@@ -188,8 +194,8 @@ def test_distillation_subtracts_the_log_ratio_on_action_tokens() -> None:
 def test_last_action_token_ignores_a_trailing_observation_and_an_empty_rollout() -> None:
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 1])
     ids = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    close(adv.last_action_tokens(mask, ids), [0, 0, 1, 0, 0, 0, 1])
-    close(adv.last_action_tokens(torch.zeros(3), torch.zeros(3, dtype=torch.long)), [0, 0, 0])
+    close(of_tokens.last_action_tokens(mask, ids), [0, 0, 1, 0, 0, 0, 1])
+    close(of_tokens.last_action_tokens(torch.zeros(3), torch.zeros(3, dtype=torch.long)), [0, 0, 0])
 
 
 def turn_batch(rewards: Sequence[Sequence[float]]) -> AdvantageBatch:
@@ -204,7 +210,7 @@ def turn_batch(rewards: Sequence[Sequence[float]]) -> AdvantageBatch:
         group_ids=["g", "g"],
         mask_T=(index >= 0).float(),
         sequence_ids_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]),
-        turns=adv.Turns(rewards=rewards, index_T=index),
+        turns=of_turns.Turns(rewards=rewards, index_T=index),
         value_T=torch.zeros(8),
         old_logp_T=torch.full((8,), -1.0),
         sharp_logp_T=torch.full((8,), -0.5),
@@ -235,7 +241,7 @@ def test_turn_rewards_use_a_turn_baseline_only_where_every_member_has_the_turn()
 def test_turn_rewards_stand_on_the_last_token_of_their_turn() -> None:
     batch = turn_batch([[1.0, 0.5, 2.0], [0.0, 1.0]])
     assert batch.turns is not None
-    placed = adv.turn_token_rewards(batch.turns, batch.sequence_ids_T)
+    placed = of_turns.turn_token_rewards(batch.turns, batch.sequence_ids_T)
     close(placed, [0, 1.0, 0, 0.5, 2.0, 0, 0, 1.0])
     # Returns of tokens with γ = ½, by which GAE of a critic of zeros and λ = 1 is meant.
     spec = by_turn("gae", gamma=0.5, lam=1.0, whiten_gae=False)
@@ -247,15 +253,15 @@ def test_turn_rewards_stand_on_the_last_token_of_their_turn() -> None:
     close(returns, got.tolist())
     # REINFORCE++ whitens the same returns.
     white, _ = compute_advantages(by_turn("reinforce_pp", gamma=0.5), batch)
-    close(white, adv.whiten(got, batch.mask_T).tolist())
+    close(white, of_tokens.whiten(got, batch.mask_T).tolist())
 
 
 def test_the_reward_of_a_turn_without_tokens_goes_to_the_turn_before() -> None:
-    turns = adv.Turns(rewards=[[5.0, 1.0, 2.0]], index_T=torch.tensor([-1, 1, 1, -1]))
-    close(adv.turn_token_rewards(turns, torch.zeros(4, dtype=torch.long)), [0, 0, 3.0, 0])
+    turns = of_turns.Turns(rewards=[[5.0, 1.0, 2.0]], index_T=torch.tensor([-1, 1, 1, -1]))
+    close(of_turns.turn_token_rewards(turns, torch.zeros(4, dtype=torch.long)), [0, 0, 3.0, 0])
 
 
-@pytest.mark.parametrize("advantage", sorted(set(adv.ADVANTAGES) - {"none", "gdpo", "hgpo"}))
+@pytest.mark.parametrize("advantage", sorted(set(ADVANTAGES) - {"none", "gdpo", "hgpo"}))
 def test_a_reward_on_the_last_turn_alone_is_the_outcome_bit_for_bit(advantage: Advantage) -> None:
     batch = turn_batch([[0.0, 0.0, 0.7], [0.0, 0.3]])
     got, _ = compute_advantages(by_turn(advantage), batch)
@@ -264,7 +270,7 @@ def test_a_reward_on_the_last_turn_alone_is_the_outcome_bit_for_bit(advantage: A
 
 
 def test_every_name_of_an_advantage_has_a_function() -> None:
-    assert set(adv.ADVANTAGES) == set(get_args(Advantage))
+    assert set(ADVANTAGES) == set(get_args(Advantage))
 
 
 def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:
@@ -282,9 +288,9 @@ def test_dynamic_sampling_keeps_groups_whose_graded_rewards_differ() -> None:
 
 def test_overlong_penalty_is_linear_in_the_buffer() -> None:
     lengths = torch.tensor([10, 80, 90, 100, 130])
-    close(adv.overlong_penalty(lengths, 100, 20), [0, 0, -0.5, -1, -1])
+    close(overlong.overlong_penalty(lengths, 100, 20), [0, 0, -0.5, -1, -1])
     with pytest.raises(ValueError, match="buffer=0"):
-        adv.overlong_penalty(lengths, 100, 0)
+        overlong.overlong_penalty(lengths, 100, 0)
 
 
 def test_compute_advantages_serves_every_recipe() -> None:

@@ -17,7 +17,7 @@ from agent_programs import FAMILY, SECRET, TASK, TINY, Silent, play, wait_until_
 
 from nanorl.agents.command import Command
 from nanorl.agents.loops import load_loop
-from nanorl.config import AgentConfig
+from nanorl.options.agent_config import AgentConfig
 from nanorl.types import Rollout, Status, Task
 
 pytestmark = pytest.mark.sandbox  # they count the host's processes

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from nanoengine.packing import make_micro_batches
-from nanorl.algorithms.recipes import RECIPES
-from nanorl.algorithms.spec import (
+from nanorl.algorithms.option_groups import (
     AGGREGATIONS,
     BOUNDS,
     CLIPS,
     COVARIANCE_SHARES,
     Advantage,
-    AlgorithmSpec,
     Correction,
     KLEstimator,
     Loss,
 )
+from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.types import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,14 +24,16 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
-from nanorl.colocation import InlinePublisher
-from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.flow.journal import Journal
 from nanorl.flow.policy import BatchPolicy
-from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
+from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Status, Task
+from nanorl.weights.in_process import make_publisher
 from nanosched import Scheduler
 
 PROMPT = [1, 2, 3]
@@ -118,14 +120,15 @@ def train(
                 )
 
             with ThreadPoolExecutor(1) as thread, Scheduler(backend="inline") as scheduler:
+                chosen = choose_learner(
+                    config,
+                    engine=engine,
+                    publisher=make_publisher(engine, generator),
+                    thread=thread,
+                )
                 trainer = Trainer(
                     config,
-                    learner=scheduler.actor(Learner).remote(
-                        config,
-                        engine=engine,
-                        publisher=InlinePublisher(engine, generator),
-                        thread=thread,
-                    ),
+                    learner=scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords),
                     collector=scheduler.actor(RolloutCollector).remote(
                         play, run_seed=0, max_retries=0, most_lost=2 * 2 * 4
                     ),

@@ -10,18 +10,13 @@ import pytest
 import torch
 
 from nanoengine.packing import Sample, make_micro_batches
-from nanorl.algorithms.fields import Field, check_fields
+from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import (
-    Scoring,
-    batch_metrics,
-    build_batch,
-    logp_gap,
-    minibatch_of_rollouts,
-    per_action_token,
-)
+from nanorl.batch_metrics import batch_metrics, logp_gap, per_action_token
+from nanorl.batching import build_batch, check_fields, minibatch_of_rollouts
+from nanorl.fields import Field
+from nanorl.run.warm_start import sft_samples
 from nanorl.types import Branch, Rollout, Status, TurnSpan
-from nanorl.warm_start import sft_samples
 
 
 def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from nanoengine.packing import Sample, make_micro_batches
-from nanorl.algorithms.fields import Field
+from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, build_batch
+from nanorl.batching import build_batch
+from nanorl.fields import Field
+from nanorl.run.warm_start import sft_samples
 from nanorl.store import RolloutStore, content_hash
 from nanorl.types import Branch, Rollout, TurnSpan
-from nanorl.warm_start import sft_samples
 
 
 def branch(tokens: list[int], mask: list[int], version: int = 3) -> Branch:

@@ -26,9 +26,9 @@ from serving import KEY, serve
 
 from nanoengine.optim import DTYPES
 from nanorl import cli
-from nanorl.config import RunConfig
-from nanorl.parts import Parts
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.replica import ReplicaRecipe
+from nanorl.run.parts import Parts
 from nanorl.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox

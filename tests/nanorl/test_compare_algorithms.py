@@ -22,7 +22,7 @@ from nanoengine.state.run_folder import LOCK, take_lock
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
-from nanorl.presets import tiny_environment
+from nanorl.options.presets import tiny_environment
 from nanorl.report.evaluation import Evaluation, TaskScore
 from nanorl.report.statistics import mean_of_runs, paired_difference
 from nanorl.report.summary import FIELDS, NULLABLE

@@ -20,16 +20,11 @@ from nanoinfer.config import InferConfig
 from nanorl.algorithms.recipes import RECIPES, named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.commands.algorithms import algorithms, recipe_text
-from nanorl.config import (
-    AgentConfig,
-    EngineLimits,
-    EvaluationConfig,
-    RLConfig,
-    RunConfig,
-    ToolConfig,
-    WarmStartConfig,
-)
-from nanorl.presets import tiny
+from nanorl.options.agent_config import AgentConfig, ToolConfig
+from nanorl.options.engine_config import EngineLimits
+from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
+from nanorl.options.presets import tiny
+from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import SandboxSpec
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "scripts")]

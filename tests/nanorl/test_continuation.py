@@ -13,10 +13,10 @@ import pytest
 from forked_runs import ROOT, SMALL, RunProcess, rows
 
 from nanoengine.state.checkpoint import list_checkpoints
-from nanorl.config import RunConfig
-from nanorl.continuation import check_resume, find_origin, read_config
-from nanorl.history import RunHistory
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
+from nanorl.options.run_config import RunConfig
+from nanorl.run.continuation import check_resume, find_origin, read_config
+from nanorl.run.history import RunHistory
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import train_agent  # noqa: E402

@@ -8,7 +8,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanorl.learner import Critic, explained_variance
+from nanorl.scorers.value_critic import Critic, explained_variance
 
 
 def sample(tokens: list[int], target: float, value: float = 0.0) -> Sample:

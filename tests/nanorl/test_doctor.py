@@ -13,7 +13,6 @@ import pytest
 from agent_doubles import EOS, OTHER_EOS, START, TEMPLATE, tiny_tokenizer
 
 from nanorl.cli import main
-from nanorl.config import AgentConfig, RLConfig, RunConfig, WarmStartConfig
 from nanorl.doctor.alarms import Evidence, RunAlarms, rollout_findings
 from nanorl.doctor.finding import Finding, Severity, findings_text, in_order, verdict
 from nanorl.doctor.limits import free_memory_bytes
@@ -29,6 +28,9 @@ from nanorl.doctor.preconditions import (
     template_findings,
 )
 from nanorl.doctor.silence import silence_pays
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig, WarmStartConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task, TurnSpan
@@ -431,7 +433,7 @@ def test_check_says_why_there_is_no_sandbox_and_what_to_do(
     def refuse(*_: object, **__: object) -> None:
         raise SandboxUnavailable("bubblewrap is not installed", "install it")
 
-    monkeypatch.setattr("nanorl.agents.kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
     monkeypatch.chdir(tmp_path)
     status, report = report_of(["--preset", "tiny"], capsys)
     (only,) = report["findings"]

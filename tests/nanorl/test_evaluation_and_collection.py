@@ -8,7 +8,7 @@ import pytest
 
 from nanoinfer.params import SamplingParams
 from nanorl.collector import RolloutCollector
-from nanorl.evaluation import evaluate
+from nanorl.run.evaluation import evaluate
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 TASKS = [

@@ -24,11 +24,12 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, build_batch
+from nanorl.batching import build_batch
 from nanorl.envs.base import Services, TimeStep
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.finite import unusable
 from nanorl.rewards.base import Score, Transcript
 from nanorl.tools.base import Done

@@ -14,7 +14,7 @@ import pytest
 
 from nanorl.cli import main
 from nanorl.commands.new import write_files
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.plugins import load_object
 
 ROOT = Path(__file__).resolve().parents[2]

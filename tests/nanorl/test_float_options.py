@@ -82,7 +82,7 @@ RECORDS_FOUND = {name_of(one): one for one in option_records()}
 def test_the_records_of_options_are_found() -> None:
     assert len(RECORDS_FOUND) >= 25
     assert set(ELSEWHERE) <= set(RECORDS_FOUND), "exempt, and not there any more"
-    for name in ("nanorl.config.RLConfig", "nanoengine.config.EngineConfig"):
+    for name in ("nanorl.options.phase_config.RLConfig", "nanoengine.config.EngineConfig"):
         assert name in RECORDS_FOUND
 
 

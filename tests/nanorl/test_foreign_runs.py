@@ -12,7 +12,7 @@ import pytest
 from viewer_runs import small_run
 
 from nanorl import cli
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
 from nanorl.trust import remember, unknown
 from nanorl.viewer.runs import find_runs
 

@@ -17,10 +17,13 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.colocation import InlinePublisher
-from nanorl.config import AgentConfig, EngineLimits, RLConfig, RunConfig
-from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.engine_config import EngineLimits
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
+from nanorl.scorers.scored_learner import make_learner
 from nanorl.types import Rollout
+from nanorl.weights.in_process import make_publisher
 
 SHAPE = ModelConfig(
     vocab_size=61,
@@ -82,8 +85,8 @@ def test_a_step_trains_on_fp8_rollouts_and_their_matrices_follow_the_weights() -
     before = matrix.fp8[0].float() * matrix.fp8[1].repeat_interleave(128, 1)[:, :160]
     with ThreadPoolExecutor(1) as thread:
         generator = AsyncEngine(rollout_engine, executor=thread)
-        publisher = InlinePublisher(trainer, generator)
-        learner = Learner(configured(), engine=trainer, publisher=publisher, thread=thread)
+        publisher = make_publisher(trainer, generator)
+        learner = make_learner(configured(), engine=trainer, publisher=publisher, thread=thread)
         metrics = asyncio.run(learner.train_and_publish(play(rollout_engine), 1))
     assert metrics["num_trained_rollouts"] == 8 and metrics["grad_norm"] > 0
     assert 0 < metrics["logp_gap_mean"] < 0.02

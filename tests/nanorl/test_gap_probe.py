@@ -16,12 +16,15 @@ from nanoengine.engine import Engine
 from nanoengine.packing import Sample
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
-from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.transfer_queue import GROUP, TransferQueue
-from nanorl.gap_probe import NUM_ROLLOUTS, WAIT_SHARE, GapProbe, gap_on
 from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.summary import gap_text
+from nanorl.scorers.gap_probe import NUM_ROLLOUTS, WAIT_SHARE, GapProbe, gap_on
+from nanorl.scorers.scored_learner import ScoredLearner, make_learner
 from nanorl.types import Rollout
 
 SPEC = AlgorithmSpec(entropy_coef=0.1)
@@ -157,27 +160,34 @@ def test_what_it_waits_for_in_vain_costs_what_it_has_saved() -> None:
     assert again_s < 0.01, "it has nothing left to wait with"
 
 
-def make_learner() -> Learner:
+def scored_learner() -> ScoredLearner:
     config = RunConfig(
         rl=RLConfig(lr=1e-2, max_staleness=2, algorithm=SPEC),
         agent=AgentConfig(max_turn_tokens=4, max_context_tokens=8),
     )
     engine = Engine(make_model(), EngineConfig(dtype="fp32", lr=1e-2))
     nobody: Any = None
-    learner = Learner(config, engine=engine, publisher=nobody, thread=nobody)
+    learner = make_learner(config, engine=engine, publisher=nobody, thread=nobody)
+    assert isinstance(learner, ScoredLearner)
     learner.version = 3
     return learner
 
 
+def step_of(groups: Any, probe: Sequence[Rollout] = ()) -> dict[str, Any]:
+    learner = scored_learner()
+    learner.prepare(probe=probe)
+    return learner.train_on(groups)
+
+
 def test_a_step_on_stale_rollouts_says_the_gap_of_what_waits_before_it_updates() -> None:
-    metrics = make_learner().train_on([played(2)], (), played(3, "b"))
+    metrics = step_of([played(2)], played(3, "b"))
     assert metrics["grad_norm"] > 0 and metrics["drift_max"] == 0.0
     assert metrics["logp_gap_tokens"] == 2 * 3 and metrics["logp_gap_max"] == 0.0
-    alone = make_learner().train_on([played(2)])
+    alone = step_of([played(2)])
     assert alone["logp_gap_tokens"] == 0 and "logp_gap_max" not in alone
     assert alone["grad_norm"] == metrics["grad_norm"], "it is measured, not trained on"
     wrong = [replace(one, logps=[logp - 0.5 for logp in one.logps]) for one in played(3, "b")]
-    metrics = make_learner().train_on([played(2)], (), wrong)
+    metrics = step_of([played(2)], wrong)
     assert metrics["logp_gap_max"] == pytest.approx(0.5, abs=1e-5)
 
 
@@ -187,9 +197,9 @@ def test_the_trainer_hands_over_rollouts_of_the_policy_that_it_updates(
     handed: dict[int, Sequence[Rollout]] = {}
     train_on = Learner.train_on
 
-    def note(learner: Learner, groups: Any, scores: Any, probe: Sequence[Rollout]) -> Any:
-        handed[learner.version] = probe
-        return train_on(learner, groups, scores, probe)
+    def note(learner: Learner, groups: Any) -> Any:
+        handed[learner.version] = getattr(learner, "_probe", ())
+        return train_on(learner, groups)
 
     monkeypatch.setattr(Learner, "train_on", note)
     steps, _ = train(steps=12, tasks_per_step=4, max_staleness=2)

@@ -15,9 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="Triton exists on Linux only")
-
 from fake_cuda import SHAPE, Copy, FakeCuda, WrongDevice, fake_gpu
 
 from nanoengine.config import EngineConfig
@@ -31,17 +28,24 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.gpu.cuda_graph import run_plainly
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants import full_runner, parts
-from nanorl import sizes
-from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
-from nanorl.colocation import InlinePublisher
-from nanorl.config import AgentConfig, RLConfig, RunConfig
-from nanorl.learner import Critic, Learner
-from nanorl.parts import Parts
-from nanorl.presets import get_preset
+from nanorl.learner import Learner
+from nanorl.options.agent_config import AgentConfig
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
+from nanorl.run import sizes
+from nanorl.run.parts import Parts
+from nanorl.scorers.scored_learner import make_learner, update_plan
+from nanorl.scorers.value_critic import Critic
 from nanorl.types import Rollout
+from nanorl.weights.in_process import make_publisher
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 GPU = torch.device("cuda:0")
@@ -97,8 +101,8 @@ def a_step(gpu: FakeCuda, config: RunConfig, **models: Any) -> tuple[dict[str, A
         generator = AsyncEngine(rollout_engine, executor=thread)
         groups = play(rollout_engine)
         trainer = make_trainer()
-        publisher = InlinePublisher(trainer, generator, max_staleness=config.rl.max_staleness)
-        learner = Learner(config, engine=trainer, publisher=publisher, thread=thread, **models)
+        publisher = make_publisher(trainer, generator, max_staleness=config.rl.max_staleness)
+        learner = make_learner(config, engine=trainer, publisher=publisher, thread=thread, **models)
         metrics = asyncio.run(learner.train_and_publish(groups, 1))
     return metrics, generator
 
@@ -202,9 +206,9 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
         with ThreadPoolExecutor(1, initializer=gpu.__enter__) as thread:
             trainer, generator = make_trainer(), AsyncEngine(rollout_engine, executor=thread)
             learner = Watch(
-                configured(max_staleness=max_staleness),
+                update_plan(configured(max_staleness=max_staleness)),
                 engine=trainer,
-                publisher=InlinePublisher(trainer, generator, max_staleness=max_staleness),
+                publisher=make_publisher(trainer, generator, max_staleness=max_staleness),
                 thread=thread,
             )
             asyncio.run(learner.train_and_publish(play(rollout_engine), 1))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_recipe_references import NUM_BATCHES, same, values
 
-from nanorl.algorithms.advantages import dr_grpo, grpo
+from nanorl.algorithms.advantages import dr_grpo
 from nanorl.algorithms.hierarchical import hgpo
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
+from nanorl.group_advantage import grpo
 from nanorl.types import Branch, Rollout, TurnSpan
 
 

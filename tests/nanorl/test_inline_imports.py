@@ -10,11 +10,11 @@ PROGRAM = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from nanorl.parts import Parts
-from nanorl.presets import get_preset
+from nanorl.run.parts import Parts
+from nanorl.options.presets import get_preset
 from nanorl.report.live import LiveView
 from nanorl.roles.launch import make_roles
-from nanorl.run import Run
+from nanorl.run.run import Run
 
 config = replace(get_preset("tiny").config(), out=Path(sys.argv[1]), threads=1)
 parts = Parts(config)

@@ -22,8 +22,9 @@ from test_parallel_training import put_together
 from nanoengine.dealing import Deal, data_index, deal
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel.layout import Layout, SplitConfig
-from nanorl.algorithms import spec as spec_module
-from nanorl.batching import PolicyLoss, TrainBatch
+from nanorl.algorithms import option_groups
+from nanorl.batching import TrainBatch
+from nanorl.policy_loss import PolicyLoss
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 STATISTICS = 1e-5  # they are fp32 sums whatever the model computes in
@@ -105,13 +106,13 @@ def check(parts: Sequence[Result], expected: Result, dtype: str, name: str) -> N
 
 def test_the_specs_use_every_loss_correction_aggregation_and_advantage() -> None:
     for name, choices in (
-        ("loss", spec_module.Loss),
-        ("resolved_correction", spec_module.Correction),
-        ("aggregation", spec_module.Aggregation),
-        ("advantage", spec_module.Advantage),
-        ("reward_level", spec_module.RewardLevel),
-        ("turn_peers", spec_module.TurnPeers),
-        ("distill_kl", spec_module.DistillKL),
+        ("loss", option_groups.Loss),
+        ("resolved_correction", option_groups.Correction),
+        ("aggregation", option_groups.Aggregation),
+        ("advantage", option_groups.Advantage),
+        ("reward_level", option_groups.RewardLevel),
+        ("turn_peers", option_groups.TurnPeers),
+        ("distill_kl", option_groups.DistillKL),
     ):
         used = {getattr(spec, name) for spec in SPECS.values()}
         assert used == set(get_args(choices)) - {"auto"}, name

@@ -19,9 +19,12 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import PolicyLoss
-from nanorl.config import RLConfig, RunConfig
 from nanorl.learner import Learner
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
+from nanorl.policy_loss import PolicyLoss
+from nanorl.scorers.scored_learner import ScoredLearner
+from nanorl.scorers.scored_learner import make_learner as made
 from nanorl.types import TurnSpan
 
 
@@ -97,7 +100,7 @@ def make_learner(
         "scaffold": scaffold,
         "thread": None,
     }
-    return Learner(RunConfig(rl=RLConfig(**options)), **doubles)
+    return made(RunConfig(rl=RLConfig(**options)), **doubles)
 
 
 def learn(learner: Learner, num_batches: int) -> list[dict[str, Any]]:
@@ -180,7 +183,7 @@ def test_a_step_on_its_own_rollouts_multiplies_by_the_head_once(
     group = [rollout("a", 0, 1.0), rollout("a", 1, 0.0)]
     for one in group:
         sample = Sample(tokens=one.tokens, loss_mask=one.loss_mask)
-        (logps,) = engine.forward_logprobs([sample], temperature=learner.config.rl.temperature)
+        (logps,) = engine.forward_logprobs([sample], temperature=learner.plan.temperature)
         one.logps = [p * m + shift * m for p, m in zip(logps.tolist(), one.loss_mask, strict=True)]
     rows: list[int] = []
     multiply = _ChunkLogits.multiply
@@ -220,17 +223,21 @@ def test_a_group_is_scored_before_its_batch_and_not_again() -> None:
     spec = AlgorithmSpec(advantage="gae", kl_coef=0.1)
     learner = make_learner(critic, reference=reference, algorithm=spec)
     groups = [[rollout(name, member, float(member)) for member in range(2)] for name in "ab"]
-    scores = [learner._score(group) for group in groups]
+    assert isinstance(learner, ScoredLearner)
+    scores = [learner.scored(group) for group in groups]
     assert (critic.num_asked, reference.num_asked) == (2, 2)
-    first = learner.train_on(groups, scores)
+    learner.prepare(scores)
+    first = learner.train_on(groups)
     assert (critic.num_asked, reference.num_asked) == (2, 2)
     again = make_learner(CountingCritic(), reference=CountingReference(), algorithm=spec)
     without = again.train_on(groups)
     del first["train_s"], without["train_s"]
     assert first == without
-    learner.train_on(groups, scores)  # the critic has learnt
+    learner.prepare(scores)
+    learner.train_on(groups)  # the critic has learnt
     assert (critic.num_asked, reference.num_asked) == (3, 2)
-    learner.train_on(groups, [scores[0], None])  # one group was not scored: the batch is
+    learner.prepare([scores[0], None])
+    learner.train_on(groups)  # one group was not scored: the batch is
     assert (critic.num_asked, reference.num_asked) == (4, 3)
 
 

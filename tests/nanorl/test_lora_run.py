@@ -15,8 +15,8 @@ import nanorl
 from nanoengine.adapters.lora import merge_lora
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
-from nanorl.options import parse_arguments
-from nanorl.saved_models import find_models
+from nanorl.options.parse import parse_arguments
+from nanorl.run.saved_models import find_models
 
 WEIGHTS = "model-trained/model.safetensors"
 OPTIONS: dict[str, Any] = {

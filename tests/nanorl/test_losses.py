@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanorl.algorithms import corrections, divergences, losses
+from nanorl import policy_loss
+from nanorl.algorithms import corrections, distillation, losses
 from nanorl.algorithms.aggregation import token_weights
-from nanorl.algorithms.corrections import CORRECTIONS
-from nanorl.algorithms.loss_batch import LossBatch
-from nanorl.algorithms.losses import LOSSES, make_loss
+from nanorl.algorithms.option_groups import Correction, Loss
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import AlgorithmSpec, Correction, Loss
-from nanorl.batching import per_action_token
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batch_metrics import per_action_token
+from nanorl.grpo import LossBatch
+from nanorl.policy_loss import CORRECTIONS, LOSSES, make_loss
 
 generator = torch.Generator().manual_seed(3)
 THETA, REF, TEACHER, MU = (
@@ -56,7 +57,7 @@ def test_on_policy_every_loss_has_the_exact_policy_gradient() -> None:
     ids = torch.arange(7)
     for token_loss in (
         lambda logp: losses.reinforce(logp, REWARD),
-        lambda logp: losses.ppo(logp, OLD, REWARD),
+        lambda logp: policy_loss.ppo(logp, OLD, REWARD),
         lambda logp: losses.gspo(logp, OLD, REWARD, (torch.ones(7), ids, 7)),
         lambda logp: losses.sapo(logp, OLD, REWARD),
         lambda logp: losses.cispo(logp, OLD, REWARD),
@@ -74,7 +75,7 @@ def test_decoupled_ppo_weighs_by_the_sampling_policy() -> None:
 def test_gradients_of_the_kl_estimators_as_losses() -> None:
     ref = torch.log_softmax(REF, -1)
     grads = {
-        kind: expected_gradient(lambda logp, kind=kind: divergences.kl(kind, logp, ref, OLD))
+        kind: expected_gradient(lambda logp, kind=kind: policy_loss.kl(kind, logp, ref, OLD))
         for kind in ("k1", "k2", "k3", "rk3")
     }
     same(grads["k1"], torch.zeros(7, dtype=torch.float64))
@@ -87,10 +88,10 @@ def test_k1_and_k3_are_unbiased_values_and_k2_is_half_the_square() -> None:
     ref = torch.log_softmax(REF, -1)
     exact = (OLD.exp() * (OLD - ref)).sum()
     for kind in ("k1", "k3"):
-        same((OLD.exp() * divergences.kl(kind, OLD, ref)).sum(), exact)
-    assert float(divergences.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
+        same((OLD.exp() * policy_loss.kl(kind, OLD, ref)).sum(), exact)
+    assert float(policy_loss.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
     with pytest.raises(ValueError, match="kind='k9'"):
-        divergences.kl("k9", OLD, ref)
+        policy_loss.kl("k9", OLD, ref)
 
 
 def test_the_tutorial_kl_has_the_wrong_gradient() -> None:
@@ -102,7 +103,7 @@ def test_the_tutorial_kl_has_the_wrong_gradient() -> None:
 
 def test_distillation_loss_descends_the_exact_reverse_kl_from_any_sampler() -> None:
     teacher, mu = torch.log_softmax(TEACHER, -1), torch.log_softmax(MU, -1)
-    got = expected_gradient(lambda logp: losses.opd(logp, mu, teacher), MU)
+    got = expected_gradient(lambda logp: distillation.opd(logp, mu, teacher), MU)
     same(got, kl_gradient(True, TEACHER))
     joint = expected_gradient(lambda logp: logp - teacher)
     same(joint, torch.zeros(7, dtype=torch.float64))
@@ -115,22 +116,22 @@ def f64(*values: float) -> Tensor:
 def test_ppo_clip_and_dual_clip_by_hand() -> None:
     ratio = f64(1.5, 1.5, 0.5, 0.5, 5.0, 1.1)
     advantage = f64(1, -1, 1, -1, -1, 2)
-    single = losses.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28)
+    single = policy_loss.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28)
     same(single, f64(-1.28, 1.5, -0.5, 0.8, 5.0, -2.2))
-    dual = losses.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    dual = policy_loss.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     same(dual, f64(-1.28, 1.5, -0.5, 0.8, 3.0, -2.2))
 
 
 def test_a_clipped_token_has_no_gradient_and_any_other_its_ratio_times_the_advantage() -> None:
     logp = f64(1.5, 1.5).log().requires_grad_()
-    losses.ppo(logp, f64(0.0, 0.0), f64(2.0, -2.0)).sum().backward()
+    policy_loss.ppo(logp, f64(0.0, 0.0), f64(2.0, -2.0)).sum().backward()
     same(logp.grad, f64(0.0, 3.0))
 
 
 def test_decoupled_ppo_is_ppo_weighed_without_a_cap() -> None:
     logp, old, mu = f64(0.3, -0.5, 0.1), f64(0.0, -0.1, 0.4), f64(-2.0, 0.2, 0.3)
-    plain = losses.ppo(logp, old, f64(1, -1, 2), dual_clip=None)
-    weighed = corrections.tis(old - mu, math.inf) * plain
+    plain = policy_loss.ppo(logp, old, f64(1, -1, 2), dual_clip=None)
+    weighed = policy_loss.tis(old - mu, math.inf) * plain
     same(losses.decoupled_ppo(logp, old, mu, f64(1, -1, 2)), weighed)
 
 
@@ -166,7 +167,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     losses.cispo(logp, f64(0.0), f64(2.0), clip_high=0.28).sum().backward()
     same(logp.grad, f64(-1.28 * 2))
     logp.grad = None
-    losses.ppo(logp, f64(0.0), f64(2.0)).sum().backward()
+    policy_loss.ppo(logp, f64(0.0), f64(2.0)).sum().backward()
     same(logp.grad, f64(0.0))
 
 
@@ -182,7 +183,7 @@ def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
 
 def test_token_corrections_by_hand() -> None:
     log_w = f64(0.25, 1.0, 3.0).log()
-    same(corrections.tis(log_w, 2.0), f64(0.25, 1, 2))
+    same(policy_loss.tis(log_w, 2.0), f64(0.25, 1, 2))
     same(corrections.mis(log_w, 2.0), f64(0.25, 1, 0))
     same(corrections.icepop(log_w, 0.5, 5.0), f64(0, 1, 3))
 
@@ -423,7 +424,7 @@ def test_the_correction_that_nobody_chose() -> None:
 def test_a_nan_is_never_taken_for_a_rejection() -> None:
     log_w, mask, ids = f64(math.nan, 0.0), torch.ones(2), torch.tensor([0, 1])
     for weight in (
-        corrections.tis(log_w, 2.0),
+        policy_loss.tis(log_w, 2.0),
         corrections.mis(log_w, 2.0),
         corrections.icepop(log_w, 0.5, 5.0),
         corrections.sequence_tis(log_w, mask, ids, 2, 2.0),
@@ -494,7 +495,7 @@ def test_a_missing_reference_is_named() -> None:
 
 def test_distillation_weighs_a_sampled_token_by_its_log_ratio_alone() -> None:
     logp = f64(-1.0).requires_grad_()
-    losses.opd(logp, f64(-1.0), f64(-3.0)).sum().backward()
+    distillation.opd(logp, f64(-1.0), f64(-3.0)).sum().backward()
     same(logp.grad, f64(2.0))  # without the stop-gradient it would be 3
 
 

@@ -15,9 +15,9 @@ import pytest
 from forked_runs import SMALL, RunProcess, rows
 
 from nanoengine.state.checkpoint import latest_checkpoint, lost_newest, read_cursor
-from nanorl.cursor import Cursor
-from nanorl.history import RunHistory
-from nanorl.missing_records import missing_records, passed_over
+from nanorl.run.cursor import Cursor
+from nanorl.run.history import RunHistory
+from nanorl.run.missing_records import missing_records, passed_over
 
 pytestmark = pytest.mark.sandbox
 WEIGHTS = "model-trained/model.safetensors"

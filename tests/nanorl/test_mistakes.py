@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from nanorl import cli
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 

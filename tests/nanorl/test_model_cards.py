@@ -15,8 +15,8 @@ from hub_double import hub
 from nanorl.cards.model_card import _portable, write_cards
 from nanorl.cards.model_source import licence_of, model_source
 from nanorl.cli import main
-from nanorl.config import RunConfig
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
+from nanorl.options.run_config import RunConfig
 from nanorl.report.statistics import wilson
 from nanorl.report.summary import EVALUATIONS
 

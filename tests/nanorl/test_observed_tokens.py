@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from test_batching import rollout
 
-from nanorl.algorithms.fields import Field
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import action_mask, build_batch
+from nanorl.batch_metrics import action_mask
+from nanorl.batching import build_batch
+from nanorl.fields import Field
 from nanorl.types import Rollout, TurnSpan
 
 

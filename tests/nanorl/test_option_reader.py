@@ -19,12 +19,12 @@ import pytest
 from nanorl.algorithms.recipes import RECIPES, named_spec
 from nanorl.api import configured
 from nanorl.cli import VERBS
-from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
-from nanorl.option_help import USUAL, help_text, option_texts
-from nanorl.option_names import ALIASES
-from nanorl.options import for_environment, parse_arguments, with_options
-from nanorl.presets import smollm2, tiny
+from nanorl.options.help_text import USUAL, help_text, option_texts
+from nanorl.options.names import ALIASES
+from nanorl.options.parse import for_environment, parse_arguments, with_options
+from nanorl.options.presets import smollm2, tiny
+from nanorl.options.run_config import RunConfig
 
 Way = Callable[[Mapping[str, Any], Path], RunConfig]
 """Options by their dotted names, and a folder to write to -> what is made of them."""
@@ -528,7 +528,8 @@ COMMANDS = [
 ]
 LIGHT = f"""
 import sys
-import nanorl.config, nanorl.options, nanorl.option_help, nanorl.presets, nanorl.api
+import nanorl.options.run_config, nanorl.options.parse, nanorl.options.help_text
+import nanorl.options.presets, nanorl.api
 import nanoengine.config, nanoinfer.config, nanorl.commands.train, nanorl.cli
 for words in {COMMANDS}:
     try:

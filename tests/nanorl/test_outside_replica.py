@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from nanoinfer.params import Grammar, Output, SamplingParams
-from nanorl.config import ClusterConfig, RolloutConfig, RunConfig
-from nanorl.presets import get_preset
+from nanorl.options.cluster_config import ClusterConfig, RolloutConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.clients import ReplicaLost
 from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.outside_replica import MAX_MEAN_GAP, OutsideReplica, check_gap

@@ -15,7 +15,8 @@ from tiny_shapes import DENSE
 
 from nanoengine.config import EngineConfig
 from nanoengine.parallel.layout import Layout
-from nanorl.config import ClusterConfig, LearnerConfig, RolloutConfig, RunConfig
+from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.placement import Places, RolePlace, transport_kind
 from nanorl.roles.policy import PolicyRank, PolicyRecipe, RankedEngine, start_trainer
 from nanorl.roles.replica import Replica, ReplicaRecipe

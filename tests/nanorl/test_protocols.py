@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from forked_runs import ROOT, SMALL
 
-from nanorl.options import parse_arguments
+from nanorl.options.parse import parse_arguments
 from nanorl.report.evaluation import Evaluation, TaskScore
 from nanorl.report.summary import FIELDS, NULLABLE
 

@@ -15,17 +15,18 @@ from torch import Tensor
 from nanoengine.packing import make_micro_batches
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.algorithms import corrections, divergences, losses
+from nanorl.algorithms import corrections, divergences, dppo, old_policy
 from nanorl.algorithms.advantages import gdpo, opo
 from nanorl.algorithms.covariance import choose_by_covariance
-from nanorl.algorithms.fields import Field
-from nanorl.algorithms.loss_batch import LossBatch
-from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
-from nanorl.batching import action_mask, build_batch
+from nanorl.batch_metrics import action_mask
+from nanorl.batching import build_batch
+from nanorl.fields import Field
+from nanorl.grpo import LossBatch
 from nanorl.observed import Scaffold
+from nanorl.policy_loss import make_loss
 from nanorl.types import Rollout, TurnSpan
 
 NUM_BATCHES = 200
@@ -315,12 +316,12 @@ def test_dppo_masks_by_hand() -> None:
     old, new = values(0.5, 0.001, 0.5).log(), values(0.7, 0.01, 0.3).log()
     up, down = values(1, 1, 1), values(-1, -1, -1)
     both = (0.15, 0.15)
-    assert losses.dppo_mask("dppo_tv", new, old, up, both).tolist() == [0, 1, 1]
-    assert losses.dppo_mask("dppo_tv", new, old, down, both).tolist() == [1, 1, 0]
+    assert dppo.dppo_mask("dppo_tv", new, old, up, both).tolist() == [0, 1, 1]
+    assert dppo.dppo_mask("dppo_tv", new, old, down, both).tolist() == [1, 1, 0]
     # KL(0.5 ‖ 0.7) = 0.5·log(0.5/0.7) + 0.5·log(0.5/0.3) = 0.0872
     same(divergences.binary_kl(old, new)[0], 0.5 * LOG(0.5 / 0.7) + 0.5 * LOG(0.5 / 0.3))
-    assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.05)).tolist() == [0, 1, 1]
-    assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.1)).tolist() == [1, 1, 1]
+    assert dppo.dppo_mask("dppo_kl", new, old, up, (0.05, 0.05)).tolist() == [0, 1, 1]
+    assert dppo.dppo_mask("dppo_kl", new, old, up, (0.05, 0.1)).tolist() == [1, 1, 1]
 
 
 # -- KPop ------------------------------------------------------------------------------------------
@@ -598,12 +599,12 @@ def test_the_interpolated_policy_lies_so_far_on_the_way_as_the_token_is_old() ->
     d = 0, 1, 3 it is 0, 1/2, 3/4. log μ = -2 and log π_θ = -1."""
     theta, mu = torch.full((3,), -1.0), torch.full((3,), -2.0)
     staleness = torch.tensor([0.0, 1.0, 3.0])
-    got = losses.interpolated(theta, mu, staleness)
+    got = old_policy.interpolated(theta, mu, staleness)
     same(got, [-2.0, -1.5, -1.25])
     for d in range(9):
         v_theta, v_o, v_mu = 10 + 1, 10, 10 - d
         alpha = (v_o - v_mu) / (v_theta - v_mu)
-        same(losses.interpolated(theta[:1], mu[:1], torch.tensor([float(d)])), [-2 + alpha])
+        same(old_policy.interpolated(theta[:1], mu[:1], torch.tensor([float(d)])), [-2 + alpha])
 
 
 def test_the_interpolated_policy_is_the_centre_of_the_loss_and_weighs_it() -> None:

@@ -16,10 +16,11 @@ from torch import Tensor
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.scoring import Scorer
 from nanorl.algorithms.recipes import named_spec
-from nanorl.config import EngineLimits, RLConfig, RunConfig
-from nanorl.learner import check_reference, load_reference, reference_folders
-from nanorl.reference_names import ReferenceName, parse_references, shares_of
-from nanorl.references import References
+from nanorl.options.engine_config import EngineLimits
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
+from nanorl.scorers.reference_names import ReferenceName, parse_references, shares_of
+from nanorl.scorers.references import References, check_reference, load_reference, reference_folders
 
 
 @dataclass
@@ -187,7 +188,7 @@ def test_without_a_name_the_policy_as_rl_began_is_the_reference(tmp_path: Path) 
 
 
 def test_sizes_count_every_teacher() -> None:
-    from nanorl.sizes import resident_bytes
+    from nanorl.run.sizes import resident_bytes
 
     one, two = (resident_bytes(config_of(text), DENSE) for text in ("a", "a,b"))
     none = resident_bytes(RunConfig(dtype="fp32"), DENSE)

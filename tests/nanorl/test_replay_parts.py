@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from nanoengine.state.fingerprint import fingerprint, folded_sum
-from nanorl.config import RLConfig, RunConfig
-from nanorl.history import Event, RunHistory
+from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.replay.causes import changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference
 from nanorl.replay.past_run import RL, PastRun, choose
 from nanorl.replay.tasks import changes
+from nanorl.run.history import Event, RunHistory
 from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TurnSpan
 

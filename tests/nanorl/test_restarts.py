@@ -15,12 +15,12 @@ import pytest
 from forked_runs import ROOT, RunProcess
 from test_faults import CLUSTER, LIMIT_S, await_true
 
-from nanorl.config import RunConfig
-from nanorl.cursor import Cursor
-from nanorl.history import RunHistory
-from nanorl.restarts import MOST_IN_VAIN, Restarts
+from nanorl.options.run_config import RunConfig
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
+from nanorl.run.cursor import Cursor
+from nanorl.run.history import RunHistory
+from nanorl.run.restarts import MOST_IN_VAIN, Restarts
 from nanosched import WorkerDied
 
 sys.path.insert(0, str(ROOT / "scripts"))

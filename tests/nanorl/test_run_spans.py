@@ -18,8 +18,9 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from nanorl.agents.times import RolloutTimes, TurnTimes
-from nanorl.config import RunConfig
+from nanorl.agents.context import TurnTimes
+from nanorl.agents.times import RolloutTimes
+from nanorl.options.run_config import RunConfig
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.trackers.run_spans import RunSpans

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from nanorl import cli
 from nanorl.commands.evaluate import EvalOptions
-from nanorl.continuation import find_origin
-from nanorl.failed_start import take_away_failed_start
-from nanorl.options import parse_arguments
-from nanorl.saved_models import find_models
+from nanorl.options.parse import parse_arguments
+from nanorl.run.continuation import find_origin
+from nanorl.run.failed_start import take_away_failed_start
+from nanorl.run.saved_models import find_models
 from nanorl.store import RolloutStore
 
 GAME = """

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from nanorl.cli import main
-from nanorl.config import RunConfig, ToolConfig
 from nanorl.envs.run_kind import runs_programs, settle_sandbox
-from nanorl.options import parse_arguments
+from nanorl.options.agent_config import ToolConfig
+from nanorl.options.parse import parse_arguments
+from nanorl.options.run_config import RunConfig
 from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.wasm import WasmBackend

@@ -21,8 +21,8 @@ import pytest
 from hostile_programs import HOSTILE
 from sandbox_driver import SPEC, Examiner
 
-from nanorl.config import ToolConfig
-from nanorl.options import parse_arguments
+from nanorl.options.agent_config import ToolConfig
+from nanorl.options.parse import parse_arguments
 from nanorl.sandbox import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, protocol
 from nanorl.sandbox.backends import BACKENDS, frames, oci, open_sandbox
 from nanorl.sandbox.backends import box as boxes
@@ -31,9 +31,10 @@ from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.rights import landlock_version
 from nanorl.sandbox.backends.rlimits import RlimitsBackend
 from nanorl.sandbox.backends.supply import BoxSupply
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.grading import Case, check, grade
 from nanorl.sandbox.request import program_execution
-from nanorl.sandbox.session import Session, WorkspaceError, WorkspaceSandbox
+from nanorl.sandbox.session import Session, WorkspaceError
 
 pytestmark = pytest.mark.sandbox
 PROGRAMS = {program.name: program for program in HOSTILE}

@@ -25,8 +25,8 @@ from nanoengine.plan.estimate import (
 from nanoengine.plan.footprint import Plan
 from nanoinfer.server.config import ServerConfig
 from nanorl.cli import VERBS
-from nanorl.config import RunConfig
-from nanorl.presets import get_preset
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text("utf-8")
 

@@ -23,13 +23,14 @@ from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.self_distillation import aligned, teacher_samples, with_hindsight
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, build_batch
+from nanorl.batching import build_batch
 from nanorl.cli import main
-from nanorl.config import RLConfig
 from nanorl.envs.base import Opening
 from nanorl.hindsight import HindsightWriter, check_demonstrations, demonstration_of, most_tokens
+from nanorl.options.phase_config import RLConfig
 from nanorl.store import RolloutStore
 from nanorl.tasks.problem import make_problem
 from nanorl.tasks.tiny_model import build_tiny_model

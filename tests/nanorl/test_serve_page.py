@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from nanoinfer.server.page import PageAbout
 from nanorl.commands.serve_page import page_about
-from nanorl.saved_models import SavedModels, read_run
+from nanorl.run.saved_models import SavedModels, read_run
 from nanorl.types import Task, TurnSpan
 
 

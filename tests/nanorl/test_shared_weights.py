@@ -31,14 +31,14 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
-from nanorl import colocation
-from nanorl.agents import kit
-from nanorl.colocation import InlinePublisher, can_share_weights
-from nanorl.config import LoraOptions
-from nanorl.parts import Parts
-from nanorl.presets import get_preset
+from nanorl.options.engine_config import LoraOptions
+from nanorl.options.presets import get_preset
 from nanorl.roles import inline
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
+from nanorl.run.parts import Parts
+from nanorl.weights import in_process
+from nanorl.weights.in_process import can_share_weights, make_publisher
 
 SHAPE = ModelConfig(
     model_type="llama",
@@ -161,7 +161,7 @@ def test_a_request_in_flight_has_each_token_of_one_version(dtype: str) -> None:
     async def scenario(thread: ThreadPoolExecutor) -> tuple[Output, list[Tensor]]:
         loop = asyncio.get_running_loop()
         async with AsyncEngine(engine, executor=thread) as generator:
-            publisher = InlinePublisher(trainer, generator)
+            publisher = make_publisher(trainer, generator)
             request = asyncio.create_task(generator.generate(PROMPT, params))
             while engine.metrics()["sampled_tokens"] < 5:
                 await asyncio.sleep(0)
@@ -205,7 +205,7 @@ def test_a_step_that_changes_nothing_wakes_the_rollouts_at_once() -> None:
 
     async def scenario() -> None:
         async with AsyncEngine(engine) as generator:
-            async with InlinePublisher(trainer, generator).lent():
+            async with make_publisher(trainer, generator).lent():
                 assert engine.is_asleep
             assert not engine.is_asleep
 
@@ -266,7 +266,7 @@ def test_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts beside the optimizer need weights of their own; so has the planted bug."""
     total, wanted, weights = bytes_of(max_staleness=1)
     assert total - wanted > 0.95 * weights
-    for module in (colocation, inline):
+    for module in (in_process, inline):
         monkeypatch.setattr(module, "can_share_weights", lambda *_: False)
     total, wanted, weights = bytes_of()
     assert total - wanted > 0.95 * weights

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from agent_doubles import tiny_tokenizer
 
-from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind, Services, shown_action
+from nanorl.envs.base import Services
 from nanorl.envs.catalog import ENVIRONMENTS, load_kind
+from nanorl.envs.env_kind import EnvKind, shown_action
 from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
 from nanorl.envs.shipped.reading import lcs_ratio, tagged
@@ -24,6 +24,7 @@ from nanorl.envs.shipped.search import normalised
 from nanorl.envs.shipped.wordle import verdict
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
 from nanorl.hosting.fork import NoResultError, call_in_fork
+from nanorl.options.run_config import RunConfig
 from nanorl.rewards.base import Transcript
 from nanorl.tasks.source import fingerprint
 from nanorl.types import Rollout, Task

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanorl.option_values import read_record
+from nanorl.options.values import read_record
 from nanorl.simulate.__main__ import main
 from nanorl.simulate.config import SimulationConfig
 from nanorl.simulate.published import config_names, read_config, read_published

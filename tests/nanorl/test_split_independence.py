@@ -29,8 +29,9 @@ from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.layout import Layout
 from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, TrainBatch, build_batch
+from nanorl.batching import TrainBatch, build_batch
 from nanorl.types import Rollout
 
 MOST_ERROR = 1e-6  # of the gradient's norm, fp32

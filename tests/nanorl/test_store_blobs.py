@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from test_store import make_rollout
 
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.store import RolloutStore, StoreError
 from nanorl.store.address import StoreAddress
 from nanorl.store.blobs import BlobFolder

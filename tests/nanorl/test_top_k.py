@@ -20,11 +20,11 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
 from nanoengine.scoring import Scorer
-from nanorl.algorithms.loss_batch import LossBatch
-from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.top_k import topk_kl, with_tail
+from nanorl.grpo import LossBatch
+from nanorl.policy_loss import make_loss
 
 SPEC = replace(named_spec("opd_topk"), correction="none")
 
@@ -226,7 +226,7 @@ class PolicyLossOf:
     """The recipe's loss, as the engine calls it."""
 
     def __init__(self, kind: str) -> None:
-        from nanorl.batching import PolicyLoss
+        from nanorl.policy_loss import PolicyLoss
 
         self.loss = PolicyLoss(replace(SPEC, distill_kl=kind))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from forked_runs import SMALL, RunProcess, rows
 
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.metrics import flatten_numbers
 from nanorl.store import RolloutStore
 from nanorl.trackers import services

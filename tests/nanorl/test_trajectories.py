@@ -31,15 +31,14 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl import cli
 from nanorl.agents.compact import Compact
 from nanorl.agents.limits import Limits
-from nanorl.agents.loop import Agent
-from nanorl.agents.loops import AgentLoop, tool
+from nanorl.agents.loop import Agent, AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import delta_ids
-from nanorl.config import RunConfig
 from nanorl.endpoint.call_tree import CallTree
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
+from nanorl.options.run_config import RunConfig
 from nanorl.store import RolloutStore
 from nanorl.tools.function import function_tool
 from nanorl.trajectories.base import TrajectoryReader

@@ -21,7 +21,7 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.policy import BatchPolicy
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, QueueCursor, Row, TransferQueue
-from nanorl.run import Run
+from nanorl.run.run import Run
 from nanorl.trainer import played_before
 from nanorl.types import Branch, Task
 

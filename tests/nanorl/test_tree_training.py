@@ -19,8 +19,8 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
+from nanorl.run.warm_start import sft_samples
 from nanorl.types import Branch, Rollout
-from nanorl.warm_start import sft_samples
 
 SPECS = {
     "grpo": AlgorithmSpec(entropy_coef=0.02),

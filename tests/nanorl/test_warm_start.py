@@ -6,10 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from nanorl.config import RunConfig, WarmStartConfig
-from nanorl.presets import get_preset
+from nanorl.options.phase_config import WarmStartConfig
+from nanorl.options.presets import get_preset
+from nanorl.options.run_config import RunConfig
+from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout
-from nanorl.warm_start import WarmStart
 
 
 class Teacher:

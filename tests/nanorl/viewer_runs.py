@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from agent_doubles import tiny_tokenizer
 
-from nanorl.cursor import PHASES
-from nanorl.presets import tiny
+from nanorl.options.presets import tiny
 from nanorl.report.evaluation import Evaluation
+from nanorl.run.cursor import PHASES
 from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TokenStats, TurnSpan
 

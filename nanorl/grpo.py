@@ -1,0 +1,244 @@
+"""GRPO, the algorithm of a run that names no other, as a record, and what its stages hand on.
+
+    rollouts → samples → advantages → weights → loss
+
+batching.py walks this way once for each optimizer batch: group_advantage.py reads an
+`AdvantageBatch`, policy_loss.py a `LossBatch`. `GRPO` says by name which estimator, loss and
+weights they use. A `Modifier` stands for an option that changes one of the stages; GRPO has none.
+
+Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
+being updated. The clip is around o, and every token is weighed by min(π_o/μ, 2): the decoupled
+objective of AReaL (arXiv 2505.24298) with truncated weights (TIS). No forward pass is needed for o:
+in the first step on a batch o is θ, and the later steps reuse the log-probs of the first.
+
+What GRPO is here against its paper (DeepSeekMath, arXiv 2402.03300):
+
+    tokens   every action token of the batch weighs the same (DAPO's token mean); the paper
+             averages within each rollout first, which favours short ones
+    KL       there is none, so no reference model is held; the paper adds 0.04·k3
+    clip     a token with A < 0 costs at most 3·|A| (dual clip, arXiv 1912.09729)
+    turns    tokens that the model did not sample, a tool's output, have no loss
+
+Left out: the options of all other algorithms (algorithms/spec.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from nanorl.types import Rollout
+
+GroupEstimator = Callable[["Tensor", Sequence[Hashable]], "Tensor"]
+"""([N] rewards, the group of each) -> [N] advantages."""
+
+if TYPE_CHECKING:  # options are read before anything is computed, and torch takes seconds to import
+    from torch import Tensor
+
+    from nanoengine.packing import Sample
+
+
+@cache
+def resolved(path: str) -> Any:
+    """The object of a table's "module:name", looked up once."""
+    return resolve_name(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Holds what decides a gradient, given rollouts; the names are those of the tables ADVANTAGES
+    (group_advantage.py), LOSSES, CORRECTIONS and OLD_POLICIES (policy_loss.py) and AGGREGATIONS
+    (batching.py). `algorithms.spec.AlgorithmSpec` has all other options too."""
+
+    advantage: str = "grpo"
+    loss: str = "ppo"
+    aggregation: str = "token_mean"
+    constant_length: int | None = None
+    """Tokens that aggregation "constant" divides by; needed there and nowhere else."""
+    clip_low: float | None = None  # 0.2
+    clip_high: float | None = None  # 0.2
+    dual_clip: float | None = 3.0
+    """Bound c on the loss of negative advantages (ppo only); None turns it off."""
+    old_policy: str = "recomputed"
+    correction: str = "auto"
+    correction_cap: float = 2.0
+    """C of tis, mis and sequence_tis."""
+
+    # Computed once: the loss of every micro-batch reads them.
+
+    @cached_property
+    def clip(self) -> tuple[float, float]:
+        """(clip_low, clip_high), 0.2 where none is given."""
+        low, high = self.clip_low, self.clip_high
+        return 0.2 if low is None else low, 0.2 if high is None else high
+
+    @cached_property
+    def resolved_correction(self) -> str:
+        """The correction, "auto" replaced by what it stands for."""
+        return "tis" if self.correction == "auto" else self.correction
+
+    @cached_property
+    def modifiers(self) -> tuple[Modifier, ...]:
+        """The options that change a stage, in the order in which they do."""
+        return ()
+
+    @cached_property
+    def is_proportional(self) -> bool:
+        """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving
+        it out (after the weights of the whole batch are computed) changes nothing but the time."""
+        return True
+
+    @cached_property
+    def is_foreseeable(self) -> bool:
+        """True if calling the loss twice, once before the forward pass, does no harm."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageBatch:
+    """The whole optimizer batch, packed: T tokens of S sequences of R rollouts, a rollout's one
+    after the other. Two rollouts of one task, of one and two action tokens after a prompt token:
+
+        AdvantageBatch(
+            reward_R=tensor([1.0, 0.0]),
+            group_ids=["s0-g0", "s0-g0"],
+            mask_T=tensor([0.0, 1.0, 0.0, 1.0, 1.0]),
+            sequence_ids_T=tensor([0, 0, 1, 1, 1]),
+        )
+
+    Below `rollout_ids_S` stands what other algorithms read: log-probs and values of [T], parts of
+    the reward ([R] each), rewards of turns (`algorithms.turns.Turns`).
+    """
+
+    reward_R: Tensor
+    group_ids: Sequence[Hashable]
+    mask_T: Tensor
+    sequence_ids_T: Tensor
+    rollout_ids_S: Tensor | None = None
+    """The rollout of each sequence; None: every sequence is one."""
+    turns: object | None = None
+    reward_parts: Mapping[str, Tensor] | None = None
+    old_logp_T: Tensor | None = None
+    sharp_logp_T: Tensor | None = None
+    ref_logp_T: Tensor | None = None
+    value_T: Tensor | None = None
+
+    @property
+    def rollout_of_token(self) -> Tensor:
+        """[T]"""
+        ids_T = self.sequence_ids_T
+        return ids_T if self.rollout_ids_S is None else self.rollout_ids_S[ids_T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBatch:
+    """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
+    except `entropy_T` and `top_logp_TK`, which are of the policy being updated. Two sequences of
+    two tokens:
+
+        LossBatch(
+            rollout_logp_T=tensor([0.0, -0.5, 0.0, -1.2]),
+            advantage_T=tensor([0.0, 0.7, 0.0, -0.7]),
+            mask_T=tensor([0.0, 1.0, 0.0, 1.0]),
+            weight_T=tensor([0.0, 0.5, 0.0, 0.5]),
+            sequence_ids_T=tensor([0, 0, 1, 1]),
+            num_sequences=2,
+        )
+
+    `weight_T` is of the whole optimizer batch and holds the mask. `old_logp_T` is None in the first
+    step on a batch: θ has not left o, its own log-probs are the old ones. The rest is what other
+    algorithms read (fields.py); `teacher_top_logp_TK` are the teacher's log-probs of the K tokens
+    that it holds likeliest, `top_logp_TK` the policy's of the same.
+    """
+
+    rollout_logp_T: Tensor
+    advantage_T: Tensor
+    mask_T: Tensor
+    weight_T: Tensor
+    sequence_ids_T: Tensor
+    num_sequences: int
+    old_logp_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    staleness_T: Tensor | None = None
+    ref_logp_T: Tensor | None = None
+    teacher_logp_T: Tensor | None = None
+    observation_T: Tensor | None = None
+    chosen_T: Tensor | None = None
+    top_logp_TK: Tensor | None = None
+    teacher_top_logp_TK: Tensor | None = None
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, int]:
+        """The arguments that functions of whole sequences ask for."""
+        return self.mask_T, self.sequence_ids_T, self.num_sequences
+
+
+class OwnedSample(NamedTuple):
+    """A sample, which sequence of which rollout it is, and its minibatch."""
+
+    sample: Sample
+    place: tuple[str, int]
+    minibatch: int
+
+
+class SpeechMask(Protocol):
+    """Tells what an environment said from what a chat template put around it."""
+
+    def said(self, tokens: Sequence[int]) -> list[int]:
+        """1 for the tokens of an observation that the environment said, else 0."""
+        ...
+
+
+class Modifier:
+    """An option of an algorithm, at work: each method is a stage of a batch's way, called once, and
+    changes nothing unless a subclass says so."""
+
+    def earned(self, rollout: Rollout) -> Hashable | None:
+        """What a rollout earned, as others are compared with it; None: its total reward."""
+
+    def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:
+        """The rollouts that take part."""
+        return rollouts
+
+    def reward(
+        self, rollouts: Sequence[Rollout], batch: AdvantageBatch, max_tokens: int
+    ) -> AdvantageBatch:
+        """The batch with other rewards than those of outcomes."""
+        return batch
+
+    def compare(self, estimator: GroupEstimator, batch: AdvantageBatch) -> Tensor | None:
+        """[T] What the estimator says of other things than rollouts; None: of those."""
+
+    def advantages(self, batch: AdvantageBatch, advantage_T: Tensor) -> Tensor:
+        """The advantages after the estimator's."""
+        return advantage_T
+
+    def mark(
+        self, samples: list[Sample], batch: AdvantageBatch, advantage_T: Tensor
+    ) -> list[Sample]:
+        """The samples with one more field for the loss."""
+        return samples
+
+    def finish(
+        self,
+        rollouts: Sequence[Rollout],
+        owned: list[OwnedSample],
+        scaffold: SpeechMask | None,
+        metrics: dict[str, float],
+    ) -> list[OwnedSample]:
+        """The samples that are trained on."""
+        return owned
+
+    def correct(self, weight_T: Tensor, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+        """The weights of tokens after the correction's."""
+        return weight_T
+
+    def token_loss(self, loss_T: Tensor, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+        """The losses of action tokens with a term more."""
+        return loss_T
+
+    def term(self, logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """A sum that is added to the micro-batch's loss, and its statistics."""

@@ -1,0 +1,203 @@
+"""The options of the phases of a run: warm start, RL, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanoengine.config import Schedule, UpdateConfig
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.flow.policy import BatchPolicy
+from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.scorers.reference_names import check_mixture, parse_references
+
+MAX_ROLLOUTS = 1 << 16
+"""A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig(UpdateConfig):
+    """Supervised steps on a sloppy teacher's traces, so that RL starts from a format that runs."""
+
+    steps: int = 32
+    """Optimizer steps; 0 goes straight to RL."""
+    traces_per_step: int = 6
+    """Teacher traces in one optimizer step."""
+    lr: float = 1e-4
+    warmup_steps: int = 4
+    schedule: Schedule = "cosine"
+    drill_fraction: float = 0.0
+    """Share of the steps, the first ones, that train on copy drills instead of traces."""
+    epochs: int = 1
+    """Passes over the traces: with more, fewer are played and each is trained on so often."""
+
+    def __post_init__(self) -> None:
+        check_record(
+            self,
+            "warm-start.",
+            steps=NATURAL,
+            traces_per_step=Bound(1, 4096, "the sandbox plays them all before the step"),
+            lr=POSITIVE,
+            warmup_steps=NATURAL,
+            weight_decay=NATURAL,
+            max_grad_norm=POSITIVE,
+            drill_fraction=Bound(0, 1),
+            epochs=COUNT,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(UpdateConfig):
+    """The reinforcement-learning phase."""
+
+    steps: int = 15
+    """Optimizer batches."""
+    tasks_per_step: int = 4
+    """Tasks (groups) in one batch."""
+    group_size: int = 8
+    """Rollouts of one task."""
+    lr: float = 2e-5
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts; log-probs are of the tempered distribution."""
+    keep_entropies: bool = False
+    """Compute and store the entropy at every trained token, for nanorl view; it costs a pass over
+    the logits. Losses with an entropy bonus have them anyway."""
+    epochs: int = 1
+    """Passes over one batch; from the second step on, ratios and clipping matter."""
+    minibatches: int = 1
+    """Optimizer steps of one pass, each on an equal part of the batch's groups."""
+    curriculum: str = "in_order"
+    """Which task is played next: in_order, learnable (kinds that are solved about half of the
+    time), or a class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
+    batch: BatchPolicy = field(default_factory=BatchPolicy)
+    """Which groups make a batch, and what becomes of those that do not fit."""
+    concurrency: int = 0
+    """Rollouts that play at a time, the others wait; 0: as many as are let start, but fewer as soon
+    as turns find that the cache has forgotten what they had in it."""
+    max_staleness: int = 0
+    """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
+    weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
+    """
+    max_retries: int = 2
+    """How often a failed rollout (infrastructure, never the program's doing) is tried again."""
+    algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)
+    """Advantages, loss, aggregation and corrections."""
+    reference: str = ""
+    """Hugging Face folder or name of the policy that KL terms and distillation compare with, of
+    the same vocabulary; empty: the policy as RL began. Several, with commas between: NAME=WEIGHT
+    takes part in a mean of log-probs, KIND:NAME is asked about that kind of task alone."""
+    critic_lr: float = 1e-5
+    """Learning rate of the critic (advantage gae)."""
+    critic_warmup_steps: int = 0
+    """First steps in which only the critic learns."""
+    value_clip: float = 0.2
+    """How far a value may move in one update before its loss stops pulling."""
+
+    def __post_init__(self) -> None:
+        held = "all rollouts of a step are held in memory"
+        check_record(
+            self,
+            "rl.",
+            steps=NATURAL,
+            tasks_per_step=Bound(1, 4096, held),
+            group_size=Bound(1, 1024, held),
+            lr=POSITIVE,
+            warmup_steps=NATURAL,
+            temperature=Bound(0.01, 100, "colder is greedy, hotter is noise"),
+            epochs=Bound(1, 1000, "they all train on one batch"),
+            minibatches=Bound(1, 4096, "each is an optimizer step"),
+            concurrency=NATURAL,
+            max_staleness=Bound(
+                0, 64, "so many batches wait in memory, and so old is their policy"
+            ),
+            weight_decay=NATURAL,
+            max_grad_norm=POSITIVE,
+            max_retries=Bound(0, 100, "a sandbox that fails so often is broken"),
+            critic_lr=POSITIVE,
+            critic_warmup_steps=NATURAL,
+            value_clip=POSITIVE,
+        )
+        self._check_rollouts()
+        self._check_algorithm()
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if every token is of the policy that its batch updates."""
+        return self.max_staleness == 0 and not self.batch.oversample
+
+    def _check_rollouts(self) -> None:
+        """Refuse batches that would be too large, or that hold nothing to learn from."""
+        num_rollouts = self.tasks_per_step * self.group_size
+        if num_rollouts > MAX_ROLLOUTS:
+            raise ValueError(
+                f"--rl.tasks-per-step {self.tasks_per_step}: with --rl.group-size "
+                f"{self.group_size} a step has {num_rollouts} rollouts; must be at most "
+                f"{MAX_ROLLOUTS}, for all of them are held in memory"
+            )
+        spec = self.algorithm
+        if self.group_size == 1 and spec.compares_members:
+            name = "dynamic-sampling" if spec.dynamic_sampling else f"advantage {spec.advantage}"
+            raise ValueError(
+                f"--rl.group-size 1: --rl.algorithm.{name} compares the rollouts of a group, and "
+                "one has nothing to be compared with; raise it, or choose advantage reinforce_pp "
+                "or gae"
+            )
+
+    def _check_algorithm(self) -> None:
+        """Refuse options that do not go with the algorithm, or that it would ignore."""
+        spec, critic_only = self.algorithm, self.critic_warmup_steps
+        several = ("epochs", self.epochs) if self.epochs > 1 else ("minibatches", self.minibatches)
+        if several[1] > 1 and spec.loss == "reinforce":
+            raise ValueError(
+                f"--rl.{several[0]} {several[1]}: --rl.algorithm.loss reinforce has no ratio, so "
+                "from the second step on it would train on another policy's tokens as if they were "
+                "its own; choose loss ppo, or 1 of them"
+            )
+        if not self.is_on_policy and not spec.answers_for_staleness:
+            flag = (
+                f"--rl.max-staleness {self.max_staleness}"
+                if self.max_staleness
+                else f"--rl.batch.oversample {self.batch.oversample}"
+            )
+            raise ValueError(
+                f"{flag}: nothing answers for stale tokens "
+                f"(--rl.algorithm.correction {spec.resolved_correction}, old-policy "
+                f"{spec.old_policy}, loss {spec.loss}), so they would count as the present "
+                "policy's own; set --rl.algorithm.correction tis, or old-policy rollout with a "
+                "loss that has a ratio"
+            )
+        if critic_only and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"--rl.critic-warmup-steps {critic_only}: there is no critic with "
+                f"--rl.algorithm.advantage {self.algorithm.advantage}; choose gae, or 0 steps"
+            )
+        if self.reference and not self.algorithm.needs_reference:
+            raise ValueError(
+                f"--rl.reference {self.reference}: nothing reads it; set --rl.algorithm.kl-coef, "
+                "kl-reward-coef or distill-coef, or loss opd"
+            )
+        check_mixture(parse_references(self.reference), is_topk=spec.loss == "opd_topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Greedy held-out evaluation, before and after RL, with the tool on and off."""
+
+    num_tasks: int = 200
+    """Held-out tasks for the figures before and after RL."""
+    num_tasks_untrained: int = 42
+    """Held-out tasks for the untrained model, the first of the same list."""
+    num_tasks_no_tool: int = 42
+    """Held-out tasks for the trained model with the tool switched off, the first of the list."""
+    seed: int = 12345
+    """Seed of the held-out list; the same for every training seed."""
+
+    def __post_init__(self) -> None:
+        why = "each is played to its end, twice; the error is then below one percent"
+        most = 10_000
+        check_record(
+            self,
+            "evaluation.",
+            num_tasks=Bound(1, most, why),
+            num_tasks_untrained=Bound(0, most, why),
+            num_tasks_no_tool=Bound(0, most, why),
+        )

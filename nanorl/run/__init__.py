@@ -1,0 +1,1 @@
+"""A whole run: its phases, what watches them, and the papers in its folder. Start at run.py."""
