@@ -20,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from nanorl.agents.times import RolloutTimes, TurnTimes
 from nanorl.config import RunConfig
+from nanorl.report.observer import PhaseBegun
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.trackers.run_spans import RunSpans
@@ -71,6 +72,10 @@ def collector() -> Iterator[Collector]:
 
 def attributes(span: Any) -> dict[str, Any]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def begun(title: str) -> PhaseBegun:
+    return PhaseBegun(phase="rl", title=title, total=1)
 
 
 @pytest.mark.sandbox
@@ -142,8 +147,9 @@ def test_a_collector_that_is_away_is_said_once_and_holds_nothing(
         async with RunSpans(config, folder, say=said.append) as spans:
             for step in range(50):
                 begin = time.perf_counter()
-                with spans.phase("reinforcement learning"):
-                    spans.rl_step(step, {"train_s": 0.1})
+                await spans.on_phase(begun("reinforcement learning"))
+                spans.rl_step(step, {"train_s": 0.1})
+                await spans.on_phase_end("reinforcement learning", is_whole=True)
                 slowest_s = max(slowest_s, time.perf_counter() - begin)
 
     asyncio.run(run())
@@ -156,8 +162,9 @@ def test_without_otel_nothing_is_started_or_written(tmp_path: Path) -> None:
     async def run() -> None:
         config = RunConfig(preset="tiny", out=tmp_path)
         async with RunSpans(config, tmp_path, say=print) as spans:
-            with spans.phase("warm start"):
-                spans.step("step 0", {"loss": 1.0})
+            await spans.on_phase(begun("warm start"))
+            await spans.on_warm_step(0, {"loss": 1.0})
+            await spans.on_phase_end("warm start", is_whole=True)
             times = RolloutTimes(
                 start_ns=0, end_ns=1, sequences=[[TurnTimes(start_ns=0, end_ns=1)]]
             )
