@@ -15,23 +15,21 @@ api.py, cli.py          the library and the console command (commands/, a file a
 config.py, presets.py   every option, and two sets of them that work
 options.py, plugins.py  what a user gives: flags, files, Python (a value: option_values.py); names
                         of their own code
-parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
 roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
-run.py                  the phases of a run, checkpoints, what it leaves behind
-warm_start.py           supervised steps before RL
+run/                    the phases of a run and who is told of them; its parts, sized for the
+                        machine; checkpoints, what it leaves behind
 trainer.py              the RL loop: which rollouts may start, which groups make a batch
 collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
 rehearsal.py            an episode without a model, for an environment's tests
-evaluation.py, store.py success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs
 run), hosting/ (where a user's code runs), http_record/ (its HTTP, recorded and replayed), tasks/,
-rewards/, report/, trackers/, weights/ (how they reach engines in other processes), monitor/ (who
-looks on) and trajectories/ (rollouts in formats of other tools).
+rewards/, store/, report/, trackers/, weights/ (how they reach engines in other processes),
+monitor/ (who looks on) and trajectories/ (rollouts in formats of other tools).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     untrained -> warm_start -> before -> rl -> after -> no_tool -> done
 
-Left out: what a phase does (run.py).
+Left out: what a phase does (phases.py).
 """
 
 from __future__ import annotations
