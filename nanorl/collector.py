@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanoinfer.params import SamplingParams
-from nanorl.hindsight import HindsightWriter
+from nanorl.agents.context import Generator
+from nanorl.agents.kit import Kit
+from nanorl.envs.base import Opening
+from nanorl.flow.concurrency import ConcurrencyLimit
 from nanorl.types import Rollout, Status, Task, derive_seed
 
 MOST_LOST = 8
@@ -35,6 +38,14 @@ class PlayRollout(Protocol):
     ) -> Rollout: ...
 
 
+class Hindsight(Protocol):
+    """Writes what a teacher reads of a group that has been played (nanorl/hindsight.py)."""
+
+    def write(self, task: Task, rollouts: Sequence[Rollout]) -> None: ...
+
+    def forget(self, group_id: str) -> None: ...
+
+
 class RolloutCollector:
     """Plays groups, and keeps the attempts that failed until `take_failed`."""
 
@@ -45,7 +56,7 @@ class RolloutCollector:
         run_seed: int,
         max_retries: int = 2,
         most_lost: int = MOST_LOST,
-        hindsight: HindsightWriter | None = None,
+        hindsight: Hindsight | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most_lost` is the number of rollouts that may fail for good in a row. `hindsight` writes
@@ -161,4 +172,38 @@ class RolloutCollector:
                 f"{len(self._lost)} rollouts in a row failed, each {self.max_retries + 1} times, "
                 f"the last one of: {self._lost[-1].error or 'an unknown cause'}. Mend that, and go "
                 "on with --resume"
+            )
+
+
+class AgentCollector(RolloutCollector):
+    """Plays the rollouts of a kit, as many at a time as the engine's cache has room for."""
+
+    def __init__(
+        self, kit: Kit, generator: Generator, concurrency: ConcurrencyLimit, **options: Any
+    ) -> None:
+        """`options` are those of `RolloutCollector`."""
+        super().__init__(self.play_task, **options)
+        self.kit, self.generator, self.concurrency = kit, generator, concurrency
+
+    async def play_task(
+        self,
+        task: Task,
+        *,
+        group_id: str,
+        rollout_id: str,
+        sampling: SamplingParams,
+        is_tool_enabled: bool = True,
+        openings: dict[str, Opening] | None = None,
+    ) -> Rollout:
+        """One rollout of the policy, as soon as there is room for it; what it reads first is noted
+        in `openings`."""
+        async with self.concurrency.place() as place:
+            return await self.kit.play(
+                task,
+                place.watch(self.generator),
+                group_id=group_id,
+                rollout_id=rollout_id,
+                sampling=sampling,
+                is_tool_enabled=is_tool_enabled,
+                openings=openings,
             )

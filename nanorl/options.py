@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.run_kind import run_kind
 from nanorl.option_names import ALIASES, known_options
 from nanorl.option_values import (

@@ -17,8 +17,9 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanorl.api import run_to_end
-from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, shown_action
+from nanorl.envs.base import Environment, Services
 from nanorl.envs.catalog import as_kind, load_kind
+from nanorl.envs.env_kind import Demonstrator, EnvKind, shown_action
 from nanorl.options import with_options
 from nanorl.presets import get_preset
 from nanorl.rewards.base import Transcript

@@ -9,7 +9,7 @@
 
 Learner and collector are actors (nanosched): the learner an object of this process, whose engine
 may be elsewhere (learner.py), the collector here or in another process, where it may die and have a
-successor (roles/role.py): the groups that it was playing are then played again.
+successor (roles/actor_role.py): the groups that it was playing are then played again.
 
 With `max_staleness = 0` the rollouts of step s start only when s optimizer steps are done, so
 synchronous training is a special case and not another loop; with more, rollouts go on while the

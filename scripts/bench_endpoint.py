@@ -25,7 +25,7 @@ from bench_output import print_rows, write_json
 from nanoinfer.params import SamplingParams
 from nanorl.agents.api_agent import ApiLoop
 from nanorl.agents.episode import Episode
-from nanorl.agents.loops import AgentLoop
+from nanorl.agents.loop import AgentLoop
 from nanorl.config import RunConfig
 from nanorl.options import parse_arguments
 from nanorl.roles.player import Player

@@ -1,15 +1,18 @@
-"""One decode step and one GRPO step of the tiny preset, and which files of ours they enter.
+"""One decode step, one GRPO step and one rollout of the tiny preset: which files they enter.
 
 docs/core.md lists those files in reading order; tests/test_core_page.py holds the page to them.
 
     decode   `LLMEngine.step` while every sequence decodes
     grpo     `Learner.train_and_publish`: groups of rollouts become one optimizer step, and its
              weights the inference engine's
+    rollout  `CollectorRole.run_group`: a task is played, with one call of a tool, and scored
 
-Both use the parts that `train_agent.sh --preset tiny` is made of, on a CPU. Weights are random and
-never give a right answer, so the reward is the share of even tokens: groups have to differ.
+All use the parts that `train_agent.sh --preset tiny` is made of, on a CPU. Weights are random and
+never give a right answer, so for the step the reward is the share of even tokens: groups have to
+differ. In the rollout a script says what the preset's teacher would say, in the engine's place: a
+program, then its answer. The sandbox is real, so the machine must be able to isolate programs.
 Left out: what happens once, in the first steps (the traced one is a later one), C++, which Python
-cannot see, and the loop around the two steps: agents, environments and sandbox (docs/tour.md).
+cannot see, and other threads and processes, among them the sandbox's own.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,15 +36,20 @@ sys.path.insert(0, str(ROOT))
 from grpo_on_a_page import to_rollout  # noqa: E402
 from house import PACKAGES  # noqa: E402
 
+from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
-from nanoinfer.params import SamplingParams  # noqa: E402
-from nanorl.agents import kit  # noqa: E402
+from nanoinfer.params import Output, SamplingParams  # noqa: E402
 from nanorl.colocation import InlinePublisher  # noqa: E402
+from nanorl.envs.actions import COMPACT, program  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
+from nanorl.roles.collector import CollectorRole  # noqa: E402
 from nanorl.roles.inline import InlineRoles  # noqa: E402
+from nanorl.roles.role import DirectRole  # noqa: E402
+from nanorl.run import agent_kit  # noqa: E402
 from nanorl.run.parts import Parts  # noqa: E402
-from nanorl.types import Rollout  # noqa: E402
+from nanorl.tasks.problem import Problem  # noqa: E402
+from nanorl.types import Rollout, Task  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
 PROMPTS = [list(range(5, 25)), list(range(30, 42))]
@@ -74,13 +83,19 @@ def trace_steps() -> dict[str, Entered]:
 
 
 @contextmanager
+def tiny_parts() -> Iterator[Parts]:
+    """The light parts of a run of the tiny preset."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = get_preset("tiny").config()
+        yield Parts(replace(config, out=Path(folder), device="cpu", threads=1))
+
+
+@contextmanager
 def tiny_roles() -> Iterator[InlineRoles]:
-    """The roles of a run of the tiny preset. Nothing here calls the sandbox, so machines that
-    cannot isolate programs may trace too."""
-    config = get_preset("tiny").config()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kit, "run_sandbox"):
-        config = replace(config, out=Path(folder), device="cpu", threads=1)
-        roles = InlineRoles(Parts(config))
+    """The roles of such a run. Neither step calls the sandbox, so machines that cannot isolate
+    programs may trace too."""
+    with tiny_parts() as parts, mock.patch.object(agent_kit, "run_sandbox"):
+        roles = InlineRoles(parts)
         try:
             yield roles
         finally:
@@ -113,6 +128,58 @@ def trace_grpo(roles: InlineRoles) -> Entered:
         return files_entered(lambda: runner.run(learner.train_and_publish(groups, 2)))
 
 
+def trace_rollout() -> Entered:
+    """The second of two rollouts; the first opens the sandbox. SandboxUnavailable where the machine
+    cannot isolate programs."""
+    with tiny_parts() as parts, asyncio.Runner() as runner:
+        script = Script(parts.tokenizer)
+        agents = agent_kit.AgentKit(parts.config, parts.folder, kind=parts.kind)
+        make = partial(CollectorRole, parts.config, parts.folder, kit=agents, generator=script)
+        collector = DirectRole("collector", make)
+        sampling = SamplingParams(max_tokens=1, temperature=parts.config.rl.temperature)
+        first, second = parts.tasks.train.batch(0, 2)
+        groups: list[list[Rollout]] = []
+
+        async def play(task: Task) -> None:
+            group = await collector.call(
+                CollectorRole.run_group, task, group_id="g", size=1, sampling=sampling
+            )
+            groups.append(group)
+
+        try:
+            script.turns = solution_of(first)
+            runner.run(play(first))
+            script.turns = solution_of(second)
+            entered = files_entered(lambda: runner.run(play(second)))
+        finally:
+            runner.run(collector.call(CollectorRole.close))
+        for (rollout,) in groups:
+            assert rollout.reward == 1.0, "the script knows the answer"
+            assert rollout.metrics["num_exec_ok"] == 1.0, "the tool was called, and answered"
+        return entered
+
+
+def solution_of(task: Task) -> list[str]:
+    """The turns of a policy that calls the tool once and then answers."""
+    assert isinstance(task, Problem), "the preset's own tasks come with a solution"
+    code = task.solutions[0][-1]
+    return [COMPACT.write(program(code)), COMPACT.write_answer(task.answer_text)]
+
+
+class Script:
+    """An engine that samples what is written here, one turn a request."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.turns: list[str] = []
+        self._tokenizer = tokenizer
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        text = self._tokenizer.encode(self.turns.pop(0), allow_special=True)
+        said = [*text, min(self._tokenizer.eos_ids)]
+        count = len(said)
+        return Output(ids=said, logps=[-0.1] * count, versions=[0] * count, finish_reason="stop")
+
+
 class Here(Executor):
     """Runs everything in the caller's thread, the only one that is traced."""
 
@@ -140,7 +207,7 @@ def play(roles: InlineRoles, step: int) -> list[list[Rollout]]:
 
 
 if __name__ == "__main__":
-    for title, entered in trace_steps().items():
+    for title, entered in {**trace_steps(), "rollout": trace_rollout()}.items():
         print(f"{title}: {len(entered)} files, {sum(map(len, entered.values()))} functions")
         for file, functions in entered.items():
             print(f"  {file}: {', '.join(functions)}")

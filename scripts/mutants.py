@@ -121,7 +121,7 @@ AREAS = {
     ),
     "supervision": Area(
         files=(
-            *("nanorl/roles/cluster.py", "nanorl/roles/role.py"),
+            *("nanorl/roles/cluster.py", "nanorl/roles/actor_role.py"),
             *("nanosched/local/*.py", "nanosched/ledger.py"),
         ),
         tests=(

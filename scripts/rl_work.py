@@ -39,7 +39,7 @@ from nanorl.collector import RolloutCollector
 from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig, RunConfig
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.learner import Learner
 from nanorl.presets import get_preset

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.agents.times import TurnTimes
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.types import derive_turn_seed
 
@@ -25,6 +24,24 @@ class Generator(Protocol):
     """An inference engine, as far as an agent needs it."""
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output: ...
+
+
+@dataclass(kw_only=True)
+class TurnTimes:
+    """When the policy sampled one turn, and the environment answered it, where it did: nanoseconds
+    since the epoch."""
+
+    start_ns: int
+    end_ns: int
+    step_start_ns: int = 0
+    step_end_ns: int = 0
+
+    @property
+    def step_ns(self) -> tuple[int, int]:
+        """Begin and end of the step; where it was not measured, the end of the turn twice."""
+        if self.step_end_ns:
+            return self.step_start_ns, self.step_end_ns
+        return self.end_ns, self.end_ns
 
 
 class Context:

@@ -17,29 +17,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
-from nanorl.agents.context import Context, Generator
+from nanorl.agents.context import Context, Generator, TurnTimes
 from nanorl.agents.limits import Limits
-from nanorl.agents.times import TurnTimes
 from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
-from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
+from nanorl.types import Rollout, Status, Task, derive_seed
 
-if TYPE_CHECKING:
-    from nanorl.endpoint.recording import Recording
-    from nanorl.endpoint.server import ApiSession
-    from nanorl.http_record.access import HttpAccess
+OpenSession = Callable[[Any], AbstractAsyncContextManager[Any]]
+"""Lets a client into a recording (nanorl/endpoint)."""
+RECORD = "nanorl.endpoint.recording:record"
+"""Has somebody else call the policy through an API."""
 
-OpenSession = Callable[["Recording"], AbstractAsyncContextManager["ApiSession"]]
-"""Lets a client into a recording."""
+
+class Recorded(Protocol):
+    """Knows what was sampled where somebody else called the policy (nanorl/endpoint)."""
+
+    def transcript(self, answer: str | None) -> Transcript: ...
+
+    def rollout(self, rollout: Rollout) -> Rollout:
+        """`rollout` with what was sampled."""
+        ...
 
 
 class Names(NamedTuple):
@@ -73,14 +80,15 @@ class Episode:
         """Set by a loop that scores by itself; None: the environment's score of the episode."""
         self.trouble = ""
         """Why an agent of the user's broke down, where it did."""
-        self._generator = generator
-        self._sampling = sampling
+        self.generator = generator
+        self.sampling = sampling
         self._names = names
         self.open_session: OpenSession | None = None
         """Lets an agent in that calls the policy through an API; None: there is no such way."""
-        self.http: HttpAccess | None = None
+        self.http: Any = None
         """The way to the run's recording proxy, where it has one."""
-        self._recording: Recording | None = None
+        self.recording: Recorded | None = None
+        """What somebody else had the policy say; None: the contexts have all of it."""
         self._histories: list[Context] = []
         self._beside: dict[tuple[int, ...], Context] = {}
         self._lock = asyncio.Lock()  # calls of an environment come one after the other
@@ -93,20 +101,11 @@ class Episode:
         self.opening = await self.env.reset(self.task)
         self.context.begin(self.opening.messages, self.opening.tools)
 
-    @asynccontextmanager
-    async def record(self) -> AsyncIterator[ApiSession]:
+    def record(self) -> AbstractAsyncContextManager[Any]:
         """Reset the environment, and let somebody else call the policy through an API until the end
-        of the block: what was sampled there is the rollout."""
-        if self.open_session is None:
-            raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
-        from nanorl.endpoint.recording import Recording  # few runs need it
-
-        self.opening = await self.env.reset(self.task)
-        self._recording = Recording(
-            self._generator, self.tokenizer, limits=self.limits, sampling=self._sampling
-        )
-        async with self.open_session(self._recording) as session:
-            yield session
+        of the block: what was sampled there is the rollout. Yields an `ApiSession`."""
+        session: AbstractAsyncContextManager[Any] = resolve_name(RECORD)(self)
+        return session
 
     async def turn(self) -> str | None:
         """The policy's next turn; None where it was cut off, and the episode should end."""
@@ -157,7 +156,7 @@ class Episode:
         limits = before.limits_left()
         if limits is not None:
             number = len(self._histories) + 1
-            context = self._new_context(limits, derive_seed(self._sampling.seed, "context", number))
+            context = self._new_context(limits, derive_seed(self.sampling.seed, "context", number))
             try:
                 context.begin(messages, self.opening.tools)
             except PromptTooLongError:
@@ -174,7 +173,7 @@ class Episode:
         agent started, (2, 0) the first that this one did. Seeds and the order of sequences follow
         from it and not from who was faster."""
         assert path not in self._beside, f"there is a sub-agent {path} already"
-        seed = derive_seed(self._sampling.seed, "sub-agent", *path)
+        seed = derive_seed(self.sampling.seed, "sub-agent", *path)
         context = self._new_context(limits or self.limits, seed)
         self._beside[path] = context
         return context
@@ -187,7 +186,7 @@ class Episode:
             group_id=self._names.group_id,
             rollout_id=self._names.rollout_id,
         )
-        return Context(builder, self._generator, replace(self._sampling, seed=seed))
+        return Context(builder, self.generator, replace(self.sampling, seed=seed))
 
     def times(self) -> list[list[TurnTimes]]:
         """The turns of each sequence, in the order of the rollout's sequences."""
@@ -208,8 +207,8 @@ class Episode:
 
     def transcript(self) -> Transcript:
         """The main context as text."""
-        if self._recording is not None:
-            return self._recording.transcript(self.answer)
+        if self.recording is not None:
+            return self.recording.transcript(self.answer)
         said = [m["content"] for m in self.context.messages if m["role"] == "assistant"]
         return Transcript(
             messages=list(self.context.messages),
@@ -221,8 +220,8 @@ class Episode:
     def rollout(self, score: Score | None, error: str = "") -> Rollout:
         """Everything that was sampled; without a score it FAILED, for the reason `error`."""
         rollout = self.context.builder.close(0.0, Status.FAILED if score is None else None)
-        if self._recording is not None:
-            rollout = self._recording.rollout(rollout)
+        if self.recording is not None:
+            rollout = self.recording.rollout(rollout)
         beside = [self._beside[path] for path in sorted(self._beside)]
         rollout.branches += [one.builder.branch(is_history=True) for one in self._histories]
         rollout.branches += [one.builder.branch() for one in beside if one.builder.num_turns]

@@ -1,176 +1,47 @@
-"""What it takes to play a rollout beside the policy: tokenizer, environment, agent loop, sandbox.
+"""`Kit`: what it takes to play a rollout beside the policy: an environment, its helpers, an agent.
 
-Left out: whoever generates the tokens, which is given for each rollout: the run's replicas, or a
-demonstrator's script.
+    make_agent = partial(Agent, tokenizer=tokenizer, limits=Limits())
+    kit = Kit(kind.open, Services(tokenizer=tokenizer, sandbox=pool, timeout_s=2.0), make_agent)
+    rollout = await kit.play(task, engine, group_id="s0-t3", rollout_id="s0-t3-m1",
+                             sampling=SamplingParams(seed=7))
+
+Left out: whoever generates the tokens, which is given for each rollout: the run's engine, or a
+demonstrator's script; and how a run's options become a kit (nanorl/run/agent_kit.py).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import replace
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
-from nanorl.agents.loops import AgentLoop, load_loop
-from nanorl.agents.times import TimesKept
-from nanorl.config import RunConfig
-from nanorl.envs.base import Environment, EnvKind, Opening, Services
-from nanorl.envs.catalog import parse_arguments
-from nanorl.envs.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
-from nanorl.sandbox.session import WorkspaceSandbox
+from nanorl.envs.base import Environment, Opening, Services
 from nanorl.types import Rollout, Task
 
-if TYPE_CHECKING:
-    from nanorl.endpoint.recording import Recording
-    from nanorl.endpoint.report import ReportRules
-    from nanorl.endpoint.server import ApiSession, RecordingServer
-    from nanorl.http_record.access import HttpAccess
-    from nanorl.http_record.service import RecordingProxy
 
-
-def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
-    """The loop that plays the tasks which name none. ValueError where it cannot be found, or does
-    not take its options."""
-    agent = config.agent
-    arguments = parse_arguments(agent.loop_args, "--agent-args")
-    if agent.command:
-        loop = load_loop("command", {"command": agent.command, **arguments})
-    else:
-        loop = load_loop(agent.loop or kind.loop, arguments)
-    if agent.scorer_key_file and isinstance(loop, HidesFiles):
-        loop.check_hidden(agent.scorer_key_file)
-    return loop
-
-
-@runtime_checkable
-class HidesFiles(Protocol):
-    """A loop that knows which files its agent may read."""
-
-    def check_hidden(self, file: Path) -> None:
-        """ValueError where it may read `file`."""
-        ...
-
-
-def run_scoring(config: RunConfig) -> ReportRules | None:
-    """Who may report rewards by HTTP; None: nobody. ValueError for a file that holds no key."""
-    agent = config.agent
-    if agent.scorer_key_file is None:
-        return None
-    from nanorl.endpoint.report import ReportRules, read_scorer_key  # few runs need it
-
-    return ReportRules(read_scorer_key(agent.scorer_key_file), agent.max_reward)
-
-
-def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:
-    """The recording proxy of a run. ValueError where its environment could not be led to it."""
-    if is_given:
-        raise ValueError(
-            f"--http.mode {config.http.mode} with an environment that is given as an object: it "
-            "plays in this process, which cannot be led to a proxy; name its file instead"
-        )
-    from nanorl.http_record.service import RecordingProxy  # few runs need it
-
-    return RecordingProxy(config.http, store=config.http_store)
-
-
-class AgentKit:
-    """Owns the environment of a run, and its sandbox if it needs one. `close()` ends them."""
+class Kit:
+    """Plays any number of rollouts at a time, each in an episode of its own."""
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: Path,
-        *,
-        kind: EnvKind | None = None,
-        is_given: bool = False,
+        open_env: Callable[[Services], Environment],
+        services: Services,
+        make_agent: Callable[..., Agent],
     ) -> None:
-        """`folder` is the model's, for its tokenizer; `kind` the environment where it was made
-        already. `is_given`: it was given as an object, which other processes could not make."""
-        self.config = config
-        self.kind = run_kind(config) if kind is None else kind
-        self._proxy: RecordingProxy | None = None
-        if config.http.mode != "off":
-            self._proxy = open_proxy(config, is_given=is_given)
-        num_workers = 0 if is_given else num_env_workers(config)
-        if num_workers:
-            from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
-
-            self.kind = HostedKind(self.kind, config, folder, num_workers, self._http)
-        self.tokenizer = run_tokenizer(config, folder)
-        self.sandbox: WorkspaceSandbox | None = None
-        if self.kind.needs_sandbox:
-            self.sandbox = run_sandbox(config)
-        self._loop = run_loop(config, self.kind)
-        self._scoring = run_scoring(config)
-        self._model = folder.name
-        self._endpoint: RecordingServer | None = None
-        self.times = TimesKept(is_on="otel" in config.log)
-
-    async def close_loop(self) -> None:
-        """What belongs to the running event loop; `close` ends the rest."""
-        if self._endpoint is not None:
-            await self._endpoint.close()
-
-    def close(self) -> None:
-        if self.sandbox is not None:
-            self.sandbox.close()
-        self.kind.close()
-        if self._proxy is not None:
-            self._proxy.close()
-
-    @property
-    def _http(self) -> HttpAccess | None:
-        """The way to the recording proxy, where there is one."""
-        return None if self._proxy is None else self._proxy.access
-
-    def take_http_counts(self) -> dict[str, float]:
-        """What the recording proxy has done since the last call."""
-        counts = {} if self._proxy is None else self._proxy.take_counts()
-        return {f"http/{name}": float(count) for name, count in counts.items()}
+        """`open_env` opens an episode; `make_agent` is `Agent` with all but its generator."""
+        self.open_env, self.services, self.make_agent = open_env, services, make_agent
+        self.tokenizer = services.tokenizer
 
     def environment(self, *, is_tool_enabled: bool = True) -> Environment:
-        """An episode of the run's environment."""
-        return self.kind.open(
-            Services(
-                tokenizer=self.tokenizer,
-                sandbox=self.sandbox,
-                timeout_s=self.config.tool.timeout_s,
-                is_tool_enabled=is_tool_enabled,
-            )
-        )
+        """An episode of the environment. Without tools every call of one is refused."""
+        return self.open_env(replace(self.services, is_tool_enabled=is_tool_enabled))
 
     def agent(self, generator: Generator, openings: dict[str, Opening] | None = None) -> Agent:
-        """The run's agent, with the policy or a demonstrator as its `generator`; it notes in
-        `openings` what its rollouts read first."""
-        return Agent(
-            generator=generator,
-            tokenizer=self.tokenizer,
-            limits=self.config.agent,
-            loop=self._loop,
-            deadline_s=self.config.agent.deadline_s or None,
-            open_session=self._open_session,
-            http=self._http,
-            times=self.times,
-            openings=openings,
-        )
-
-    def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:
-        """A way in for an agent that calls the policy through an API."""
-        if self._endpoint is None:
-            from nanoinfer.dialects import all_dialects  # few runs need it
-            from nanorl.endpoint.server import RecordingServer
-
-            self._endpoint = RecordingServer(
-                all_dialects(self.tokenizer),
-                model=self._model,
-                max_model_len=self.config.agent.max_context_tokens,
-                host=self.config.agent.host,
-                max_calls_at_once=self.config.agent.max_calls_at_once,
-                scoring=self._scoring,
-            )
-        return self._endpoint.episode(recording)
+        """The agent, with the policy or a demonstrator as its `generator`; it notes in `openings`
+        what its rollouts read first."""
+        return self.make_agent(generator=generator, openings=openings)
 
     async def play(
         self,

@@ -1,34 +1,60 @@
 """`Agent` plays rollouts: a loop in an environment, to the end, then the score.
 
 One coroutine plays one rollout. While it waits for its tool the engine decodes the others, so it
-holds no lock and no thread. The loops are in loops.py, the token bookkeeping in tokens.py, what a
-turn means in the environment.
-Left out: retries of failed rollouts (nanorl/collector.py).
+holds no lock and no thread. A loop says when the policy speaks and what it reads; `tool` is the
+usual one. The token bookkeeping is in tokens.py, what a turn means in the environment.
+Left out: other loops (loops.py), retries of failed rollouts (nanorl/collector.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
-from nanorl.agents.context import Generator
+from nanorl.agents.context import Generator, TurnTimes
 from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.limits import Limits
-from nanorl.agents.loops import AgentLoop, load_loop, tool
-from nanorl.agents.times import TimesKept
 from nanorl.envs.base import Environment, Opening
 from nanorl.finite import unusable, without_numbers
 from nanorl.types import InfrastructureError, Rollout, Task
 
-if TYPE_CHECKING:
-    from nanorl.http_record.access import HttpAccess
+LOAD_LOOP = "nanorl.agents.loops:load_loop"
+"""Finds the loop that a task names."""
+CLOSE_S = 30.0  # an environment gives back within this time what it holds
 
-CLOSE_S = 30.0  # what an environment has to give back, it gives back within this time
+AgentLoop = Callable[[Episode], Awaitable[None]]
+
+
+async def tool(episode: Episode) -> None:
+    """Take turns until the environment is done, or a limit is hit."""
+    await episode.start()
+    while (text := await episode.turn()) is not None:
+        step = await episode.step(text)
+        if step.is_done or not episode.observe(step):
+            return
+
+
+async def single_turn(episode: Episode) -> None:
+    """Take one turn. What the environment would say next is not read by anybody."""
+    await episode.start()
+    text = await episode.turn()
+    if text is not None:
+        await episode.step(text)
+
+
+class Times(Protocol):
+    """Keeps the times of rollouts for somebody who asks (times.py)."""
+
+    def add(
+        self, rollout_id: str, start_ns: int, sequences: Sequence[Sequence[TurnTimes]]
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +75,10 @@ class Agent:
     """Wall-clock limit of one rollout; one that takes longer FAILED."""
     open_session: OpenSession | None = None
     """Where agents that call the policy through an API are let in; None: there is no such place."""
-    http: HttpAccess | None = None
-    """The way to the run's recording proxy, for agents that are programs."""
-    times: TimesKept = field(default_factory=TimesKept)
-    """Where it is noted when what happened."""
+    http: Any = None
+    """The way to the run's recording proxy (nanorl/http_record), for agents that are programs."""
+    times: Times | None = None
+    """Is told when what happened; None: nobody asks."""
     openings: dict[str, Opening] | None = None
     """Where it is noted what each rollout read first, by its id; None: nobody asks."""
 
@@ -77,7 +103,7 @@ class Agent:
         )  # fmt: skip
         episode.open_session, episode.http = self.open_session, self.http
         start_ns = time.time_ns()
-        loop = load_loop(task.agent) if task.agent else self.loop
+        loop = resolve_name(LOAD_LOOP)(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):
                 await loop(episode)
@@ -90,7 +116,8 @@ class Agent:
         finally:
             if self.openings is not None and episode.opening is not None:
                 self.openings[rollout_id] = episode.opening
-            self.times.add(rollout_id, start_ns, episode.times())
+            if self.times is not None:
+                self.times.add(rollout_id, start_ns, episode.times())
             with suppress(InfrastructureError, TimeoutError):  # the score stands already
                 async with asyncio.timeout(CLOSE_S):
                     await env.close()

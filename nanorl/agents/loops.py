@@ -1,4 +1,4 @@
-"""The agent loops that come with the project, and how any loop is found by name.
+"""The agent loops that come with the project by their names, and how any loop is found.
 
 tool          turns until the environment is done or a limit is hit; the usual one
 single_turn   one turn, which is the answer
@@ -14,46 +14,26 @@ verifiers     plays the environment of that name, by its own code
     class Loop: async def __call__(self, episode)     the options are those of the class
 
 or has the shape of queue_agent.py, or of api_agent.py: `async def agent(task, client)`.
-Next: feedback.py, compact.py, sub_agents.py, command.py.
+`tool` and `single_turn` are in loop.py. Next: feedback.py, compact.py, sub_agents.py, command.py.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from nanorl.agents.api_agent import ApiLoop, is_api_agent
-from nanorl.agents.episode import Episode
+from nanorl.agents.loop import AgentLoop
 from nanorl.agents.queue_agent import QueueLoop, is_collector
 from nanorl.plugins import load_object
 
-AgentLoop = Callable[[Episode], Awaitable[None]]
-
-
-async def tool(episode: Episode) -> None:
-    """Take turns until the environment is done, or a limit is hit."""
-    await episode.start()
-    while (text := await episode.turn()) is not None:
-        step = await episode.step(text)
-        if step.is_done or not episode.observe(step):
-            return
-
-
-async def single_turn(episode: Episode) -> None:
-    """One turn. What the environment would say next is not read by anybody."""
-    await episode.start()
-    text = await episode.turn()
-    if text is not None:
-        await episode.step(text)
-
-
 LOOPS: Mapping[str, str] = MappingProxyType(
     {
-        "tool": "nanorl.agents.loops:tool",
-        "single_turn": "nanorl.agents.loops:single_turn",
+        "tool": "nanorl.agents.loop:tool",
+        "single_turn": "nanorl.agents.loop:single_turn",
         "feedback": "nanorl.agents.feedback:Feedback",
         "compact": "nanorl.agents.compact:Compact",
         "sub_agents": "nanorl.agents.sub_agents:SubAgents",

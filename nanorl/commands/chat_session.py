@@ -25,12 +25,12 @@ from nanoinfer.config import InferConfig
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
 from nanorl.agents.conversation import Conversation, Listener, Reply
-from nanorl.agents.kit import AgentKit
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.presets import get_preset
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.parts import load_tasks
 from nanorl.run.saved_models import SavedModels, find_models
 from nanorl.trust import PLAYED, require

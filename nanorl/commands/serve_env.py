@@ -92,8 +92,8 @@ def serve_env(
 
 
 async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
-    from nanorl.agents.kit import AgentKit
     from nanorl.envs.remote.server import EnvServer, ServeLimits
+    from nanorl.run.agent_kit import AgentKit
 
     limits = ServeLimits(
         max_episodes=options.max_episodes,

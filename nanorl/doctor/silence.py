@@ -18,8 +18,8 @@ from statistics import fmean, pvariance
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.kit import AgentKit
 from nanorl.doctor.finding import Finding, Severity
+from nanorl.run.agent_kit import AgentKit
 from nanorl.types import Rollout, Status, Task
 
 LEAST_OF_EACH = 4

@@ -162,7 +162,7 @@ class _Play:
         return ids
 
     def _opened(self, messages: Sequence[Message]) -> list[Message]:
-        """As an environment opens with them (nanorl/envs/episode.py)."""
+        """As an environment opens with them (nanorl/envs/env_episode.py)."""
         first, *rest = messages
         own = first["content"] if first["role"] == "system" else ""
         system = self.chat.system(own) if self.chat else own
@@ -225,7 +225,7 @@ class _Play:
         return self.tokenizer.encode(said, allow_special=True)
 
     def _brought(self, answer: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
-        """As an environment brings results (nanorl/envs/episode.py)."""
+        """As an environment brings results (nanorl/envs/env_episode.py)."""
         results = [one["content"] for one in answer if one["role"] not in SPEAKERS]
         others = [one for one in answer if one["role"] in SPEAKERS]
         if not results:

@@ -15,7 +15,8 @@ from nanoinfer.chat.base import Described
 from nanoinfer.chat.choose import ClientTool
 from nanoinfer.chat.pythonic import PythonicParser
 from nanorl.doctor.finding import Finding, Severity
-from nanorl.envs.base import EnvKind, Opening
+from nanorl.envs.base import Opening
+from nanorl.envs.env_kind import EnvKind
 
 MANY_TOKENS = 128
 LARGE_SHARE = 0.5

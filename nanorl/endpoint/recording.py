@@ -42,6 +42,7 @@ from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanorl.agents.context import Generator
+from nanorl.agents.episode import Episode
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
 from nanorl.endpoint.call_count import CallCount, NoCallsLeftError
@@ -433,3 +434,16 @@ def _compared(message: Message) -> list[Any]:
         str(message["content"] or "").strip(),
         [[function["name"], function["arguments"]] for function in calls],
     ]
+
+
+@asynccontextmanager
+async def record(episode: Episode) -> AsyncIterator[Any]:
+    """What `Episode.record` does. InfrastructureError where the agent has no endpoint."""
+    if episode.open_session is None:
+        raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
+    episode.opening = await episode.env.reset(episode.task)
+    episode.recording = recording = Recording(
+        episode.generator, episode.tokenizer, limits=episode.limits, sampling=episode.sampling
+    )
+    async with episode.open_session(recording) as session:
+        yield session

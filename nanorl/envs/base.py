@@ -1,15 +1,14 @@
 """The contract of an environment: it opens an episode with messages, answers every turn, and
 scores.
 
-An `Environment` is one episode, of one rollout. `EnvKind` is what a whole run knows of it: where
-its tasks come from, and how an episode is opened. Whoever writes an environment normally writes the
-short form (env.py), which becomes both.
+An `Environment` is one episode, of one rollout. Whoever writes an environment normally writes the
+short form (env.py), which becomes one (env_episode.py).
+Left out: where tasks come from and who shows how they are played (env_kind.py).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,80 +96,5 @@ class Services:
     """False: every call of a tool is refused, to measure what the tools are worth."""
 
 
-class TaskSet(Protocol):
-    """The tasks of a run, as functions of the arguments: resuming needs no state."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the tasks where they come from data, which a resumed run must find again; empty
-        for tasks that follow from the options."""
-        ...
-
-    def batch(self, step: int, n: int) -> Sequence[Task]:
-        """The `n` training tasks of a step."""
-        ...
-
-    def heldout(self, n: int, seed: int) -> Sequence[Task]:
-        """Up to `n` different tasks that are never trained on."""
-        ...
-
-
 class TeacherError(ValueError):
     """A demonstrator cannot go on; the message names the environment, its teacher and the line."""
-
-
-class Demonstrator(Protocol):
-    """Plays one episode by a script, for the supervised steps before RL."""
-
-    def next_action(self, history: Sequence[str]) -> str | Awaitable[str]:
-        """The text of the next turn, given all observations so far. May raise `TeacherError`."""
-        ...
-
-
-async def shown_action(demonstrator: Demonstrator, history: Sequence[str]) -> str:
-    """The next turn of a demonstrator, whether or not it has to wait for its episode."""
-    said = demonstrator.next_action(history)
-    return said if isinstance(said, str) else await said
-
-
-class EnvKind(Protocol):
-    """An environment as a whole run knows it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def loop(self) -> str:
-        """The agent loop that plays its episodes, where a task names none."""
-        ...
-
-    @property
-    def has_tools(self) -> bool: ...
-
-    @property
-    def needs_sandbox(self) -> bool: ...
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether somebody can show how tasks are played, so that a warm start is possible."""
-        ...
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Options of a run by their names ("agent.max_turns"), where the user gives none."""
-        ...
-
-    def tasks(self, seed: int) -> TaskSet: ...
-
-    def open(self, services: Services) -> Environment:
-        """An episode of it."""
-        ...
-
-    def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
-    ) -> Demonstrator:
-        """Who shows how a task is played, where it has a teacher, in the form in which the model of
-        `tokenizer` writes calls. `episode` is the one that it plays in."""
-        ...
-
-    def close(self) -> None: ...

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from nanorl.envs.base import EnvKind
 from nanorl.envs.env import Env
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.installed import with_installed
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class

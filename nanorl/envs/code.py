@@ -2,8 +2,9 @@
 print, and answers.
 
 The hidden answer never comes to the sandbox in any form: programs see the task's `files`, and
-nothing else. Tasks are drawn from the preset's families; a sloppy teacher shows how the tool is
-used.
+nothing else.
+Left out: the tasks, which are drawn from a preset's family (nanorl/tasks/problem.py), and the
+sloppy teacher that shows how the tool is used (nanorl/tasks/teachers.py); a preset brings both.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.chat import ToolChat
 from nanorl.envs.actions import ActionFormat
-from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
+from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Done, Env
-from nanorl.envs.episode import EnvEpisode
-from nanorl.tasks.problem import Family, generators_of
-from nanorl.tasks.source import GeneratedTasks
-from nanorl.tasks.teachers import SloppyTeacher, TeacherConfig
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.tools.python import python
 from nanorl.types import Task
 
@@ -37,8 +35,25 @@ class CodeEnv(Env):
     def step(self, text: str) -> Done:
         answer = self.form.answer_in(text)
         if answer is None:
+            # Neither a program nor an answer: the episode ends, for nothing would answer it.
             self.metric("num_no_action")
         return self.done(answer=answer)
+
+
+class TaskFamily(Protocol):
+    """A source of tasks, such as `nanorl.tasks.problem.Family`."""
+
+    def tasks(self, seed: int) -> Any:
+        """A `TaskSet` (env_kind.py)."""
+        ...
+
+
+class Teacher(Protocol):
+    """Somebody who knows how tasks are played, such as `nanorl.tasks.teachers.TeacherConfig`."""
+
+    def script(self, form: ActionFormat, task: Task, rng: random.Random) -> Any:
+        """A `Demonstrator` (env_kind.py) of one trace."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +61,8 @@ class CodeKind:
     """The code environment over one family of generated tasks."""
 
     form: ActionFormat
-    family: Family
-    teacher: TeacherConfig
+    family: TaskFamily
+    teacher: Teacher
     name: str = "code"
     loop: str = "tool"
     has_tools: bool = True
@@ -58,8 +73,8 @@ class CodeKind:
     def defaults(self) -> Mapping[str, Any]:
         return {}
 
-    def tasks(self, seed: int) -> TaskSet:
-        return GeneratedTasks(generators_of([self.family]), seed)
+    def tasks(self, seed: int) -> Any:
+        return self.family.tasks(seed)
 
     def open(self, services: Services) -> Environment:
         return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
@@ -70,8 +85,8 @@ class CodeKind:
 
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
-    ) -> Demonstrator:
-        return SloppyTeacher(self.form, self.teacher).trace(task, rng)
+    ) -> Any:
+        return self.teacher.script(self.form, task, rng)
 
     def close(self) -> None:
         """It holds nothing."""

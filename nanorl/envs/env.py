@@ -28,18 +28,20 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, overload
 
 from nanoinfer.chat.base import Parser
-from nanorl.plugins import caller
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
-from nanorl.sandbox.session import Session, WorkspaceSandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.tools.base import Done, Tool, ToolContext
 from nanorl.types import InfrastructureError, Rollout, Task
 
 ANSWER = "Answer:"
+CALLER = "nanorl.plugins:caller"
+"""Finds the line of somebody's own code, for a message."""
 
 
 class Env:
@@ -102,9 +104,9 @@ class Env:
         """What a reward is given as `environment`."""
         return self
 
-    async def open_session(self, sandbox: WorkspaceSandbox) -> Session:
-        """Open the episode's workspace, when something first asks for it: it holds the task's
-        files."""
+    async def open_session(self, sandbox: WorkspaceSandbox) -> Any:
+        """Open the episode's workspace, a `nanorl.sandbox.session.Session`, when something first
+        asks for it: it holds the task's files."""
         return await sandbox.open_session(self.task.files)
 
     # -- what the methods above may call -----------------------------------------------------
@@ -122,7 +124,7 @@ class Env:
         number = self._number(amount, "reward(")
         self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + number
 
-    async def session(self) -> Session:
+    async def session(self) -> Any:
         """The workspace that the tools of this episode share; `score` may grade it."""
         context: ToolContext = self.__dict__["_context"]
         return await context.session()
@@ -141,8 +143,9 @@ class Env:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
+            where = resolve_name(CALLER)(__file__)
             raise InfrastructureError(
-                f"{type(self).__name__}: {call}{given!r}) is no finite number{caller(__file__)}"
+                f"{type(self).__name__}: {call}{given!r}) is no finite number{where}"
             )
         return number
 

@@ -20,9 +20,9 @@ from typing import Any
 from nanoinfer.chat.base import ToolCall
 from nanorl.envs.env import Done, Env
 from nanorl.rewards.base import Score, Transcript
-from nanorl.sandbox.base import ExecStatus
+from nanorl.sandbox.base import ExecStatus, WorkspaceSandbox
 from nanorl.sandbox.grading import grade, verify
-from nanorl.sandbox.session import Session, WorkspaceSandbox
+from nanorl.sandbox.session import Session
 from nanorl.tasks.harbor import read_harbor_tasks, read_tests, read_workplace
 from nanorl.tools.workspace import bash, edit, read, submit, write
 from nanorl.types import InfrastructureError, Task

@@ -9,16 +9,10 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.envs.base import (
-    Demonstrator,
-    Environment,
-    EnvKind,
-    Opening,
-    Services,
-    TaskSet,
-    TimeStep,
-)
-from nanorl.rewards.base import Reward, Score, Transcript, score_rollout
+from nanorl.envs.base import Environment, Opening, Services, TimeStep
+from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
+from nanorl.rewards.base import Reward, Score, Transcript
+from nanorl.rewards.function import score_rollout
 from nanorl.types import Rollout, Task
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat
-from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
+from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
+from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.envs.hooks import check_hooks, tools_of
 from nanorl.plugins import where_raised
 from nanorl.tasks.readers import read_tasks

@@ -9,7 +9,6 @@ from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind
 from nanorl.envs.catalog import (
     ENVIRONMENTS,
     PRESETS_OWN,
@@ -18,12 +17,13 @@ from nanorl.envs.catalog import (
     load_kind,
     parse_arguments,
 )
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox
-from nanorl.sandbox.session import WorkspaceSandbox
 
 NUM_WORKERS = 2
 

@@ -31,7 +31,7 @@ from typing import Any
 from nanoengine.model.chat_template import Message
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.kind import ShortKind
 from nanorl.rewards.base import Transcript
 from nanorl.tools.function import NOT_TOOLS, bind_tools, method_tools

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
-from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
+from nanorl.envs.base import Environment, Services
+from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
 from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.http_record.config import HttpConfig
-from nanorl.sandbox.session import WorkspaceSandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.types import Task
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanorl.hosting.pool import HostingLimits, WorkerPool
-from nanorl.rewards.base import Reward, Score, Transcript, as_score, score_rollout
+from nanorl.rewards.base import Reward, Score, Transcript, as_score
+from nanorl.rewards.function import score_rollout
 from nanorl.rewards.load import load_reward
 from nanorl.types import Rollout, Task
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.plugins import load_object
-from nanorl.rewards.base import Reward, as_reward
+from nanorl.rewards.base import Reward
+from nanorl.rewards.function import as_reward
 
 REWARDS: Mapping[str, str] = MappingProxyType(
     {

@@ -36,6 +36,16 @@ from nanoengine.scoring import Policy
 from nanorl.monitor.board import IdleShares
 from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
 from nanorl.monitor.readings import RoleReadings
+from nanorl.roles.actor_role import (
+    ActorRole,
+    Attempts,
+    Pulse,
+    getting_ready,
+    heard,
+    limited_start,
+    status_of,
+    until_dead,
+)
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
@@ -50,17 +60,7 @@ from nanorl.roles.policy import (
     start_trainer,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.roles.role import (
-    Attempts,
-    Pulse,
-    Role,
-    RoleLost,
-    getting_ready,
-    heard,
-    limited_start,
-    status_of,
-    until_dead,
-)
+from nanorl.roles.role import RoleLost
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.servers import check_servers, server_at
 from nanorl.roles.store import close_store, store_role
@@ -139,9 +139,9 @@ class Cluster:
             prepare=self._introduce_all,
             on_restart=self._restarted,
         )
-        self._replicas: dict[str, Role[Replica]] = {}
+        self._replicas: dict[str, ActorRole[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
-        self._reference: Role[ReferenceRole] | None = None
+        self._reference: ActorRole[ReferenceRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
         self._critic: ActorHandle[CriticRole] | None = None
         self._critic_watch: asyncio.Task[None] | None = None
@@ -191,12 +191,12 @@ class Cluster:
         for address in self.config.rollout.addresses:
             await self.add_replica(address)
 
-    async def _start_role(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
+    async def _start_role(self, role: ActorRole[Any], heartbeat: Callable[..., Any]) -> None:
         """Start it, and watch it from then on: others that start may wait for its answers."""
         await role.handle()
         self._watch(role, heartbeat)
 
-    def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
+    def _watch(self, role: ActorRole[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
         watch = role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
         watch.add_done_callback(self._note_lost)
@@ -208,7 +208,7 @@ class Cluster:
         if error is not None and not self._role_lost.done():
             self._role_lost.set_exception(error)
 
-    def _restarted(self, role: Role[Any], why: str) -> None:
+    def _restarted(self, role: ActorRole[Any], why: str) -> None:
         self.say(f"{role.name}: {why}; starting it again")
         self._joining.pop(role.name, None)
         if role.name in self._serving:
@@ -232,7 +232,7 @@ class Cluster:
         if self._transport is not None:
             self._transport.close()
 
-    def _all(self) -> list[Role[Any]]:
+    def _all(self) -> list[ActorRole[Any]]:
         reference = () if self._reference is None else (self._reference,)
         return [self.collector, *self._replicas.values(), self.store, *reference]
 
@@ -501,11 +501,11 @@ class Cluster:
 
     # -- replicas ------------------------------------------------------------------------------
 
-    def _new_replica(self) -> Role[Replica]:
+    def _new_replica(self) -> ActorRole[Replica]:
         name = f"replica-{self._num_started}"
         self._places.replica(name)  # first: there may be no room for it
         self._num_started += 1
-        role = Role(
+        role = ActorRole(
             name,
             "replica",
             self._scheduler,
@@ -606,9 +606,9 @@ class Cluster:
         new = self._new_replicas(replicas - len(self._replicas))
         await asyncio.gather(*(self._start_role(role, Replica.heartbeat) for role in new))
 
-    def _new_replicas(self, count: int) -> list[Role[Replica]]:
+    def _new_replicas(self, count: int) -> list[ActorRole[Replica]]:
         """All of them, or none where there is no room for all."""
-        new: list[Role[Replica]] = []
+        new: list[ActorRole[Replica]] = []
         try:
             for _ in range(count):
                 new.append(self._new_replica())
@@ -688,7 +688,9 @@ class Cluster:
                 await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
+        role = ActorRole(
+            "reference", "reference", self._scheduler, start, on_restart=self._restarted
+        )
         await role.handle()
         self._reference = role
         self._watch(role, ReferenceRole.heartbeat)

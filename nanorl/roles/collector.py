@@ -14,23 +14,25 @@ from typing import Any
 from nanoengine.packing import Sample
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
-from nanorl.agents.kit import AgentKit
 from nanorl.agents.times import RolloutTimes
-from nanorl.collector import RolloutCollector
+from nanorl.collector import AgentCollector
 from nanorl.config import RunConfig
 from nanorl.flow.concurrency import ConcurrencyLimit
-from nanorl.hindsight import HindsightWriter, Openings
+from nanorl.hindsight import HindsightWriter
 from nanorl.monitor.vitals import vitals
-from nanorl.roles.role import OnRestart, Role, getting_ready
+from nanorl.roles.actor_role import ActorRole, OnRestart, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.roles.shared_folder import require_folder
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, Scheduler
 
 
-class CollectorRole(RolloutCollector):
+class CollectorRole(AgentCollector):
     """An actor of a run; in other processes it is given the replicas' handles."""
+
+    kit: AgentKit
 
     def __init__(
         self,
@@ -45,60 +47,39 @@ class CollectorRole(RolloutCollector):
         `set_replicas`."""
         require_folder(folder)
         rl = config.rl
-        self.kit = AgentKit(config, folder) if kit is None else kit
-        hindsight = None
+        own = AgentKit(config, folder) if kit is None else kit
+        self.router = Router()
+        self.writer: HindsightWriter | None = None
         if rl.algorithm.has_hindsight:
-            hindsight = HindsightWriter(rl.algorithm, self.kit.tokenizer)
+            self.writer = HindsightWriter(rl.algorithm, own.tokenizer)
         super().__init__(
-            self.play_task if hindsight is None else self._play_noting,
+            own,
+            self.router if generator is None else generator,
+            ConcurrencyLimit(rl.concurrency),
             run_seed=config.seed,
             max_retries=rl.max_retries,
             most_lost=2 * rl.tasks_per_step * rl.group_size,  # a bad minute may cost a batch
-            hindsight=hindsight,
+            hindsight=self.writer,
         )
-        self.router = Router()
-        self.generator: Generator = self.router if generator is None else generator
-        self.concurrency = ConcurrencyLimit(rl.concurrency)
-        self._warm_start = WarmStart(config, self.kit)
+        if self.writer is not None:
+            self.play = self._play_noting
+        self._warm_start = WarmStart(config, own)
 
     async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
         """The replicas that take requests from now on, by their names."""
         self.router.set_replicas(replicas)
 
-    async def play_task(
-        self,
-        task: Task,
-        *,
-        group_id: str,
-        rollout_id: str,
-        sampling: SamplingParams,
-        is_tool_enabled: bool = True,
-        openings: Openings | None = None,
-    ) -> Rollout:
-        """One rollout of the policy, as soon as there is room for it; what it reads first is noted
-        in `openings`."""
-        async with self.concurrency.place() as place:
-            return await self.kit.play(
-                task,
-                place.watch(self.generator),
-                group_id=group_id,
-                rollout_id=rollout_id,
-                sampling=sampling,
-                is_tool_enabled=is_tool_enabled,
-                openings=openings,
-            )
-
     async def _play_noting(
         self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
     ) -> Rollout:
         """One rollout of a group, whose opening is noted for who writes its hindsight."""
-        assert self._hindsight is not None, "it is why rollouts are played so"
+        assert self.writer is not None, "it is why rollouts are played so"
         return await self.play_task(
             task,
             group_id=group_id,
             rollout_id=rollout_id,
             sampling=sampling,
-            openings=self._hindsight.openings,
+            openings=self.writer.openings,
         )
 
     async def teach(self, step: int) -> list[Sample]:
@@ -115,7 +96,7 @@ class CollectorRole(RolloutCollector):
 
     async def take_times(self) -> Mapping[str, list[RolloutTimes]]:
         """When what happened in the rollouts that have ended since the last call."""
-        return self.kit.times.take()
+        return self.kit.take_times()
 
     async def heartbeat(self) -> dict[str, Any]:
         """Answers from the loop that plays the rollouts; with the router's counters."""
@@ -145,7 +126,7 @@ def collector_role(
     generator: Generator | None = None,
     prepare: Callable[[ActorHandle[CollectorRole]], Awaitable[None]] | None = None,
     on_restart: OnRestart | None = None,
-) -> Role[CollectorRole]:
+) -> ActorRole[CollectorRole]:
     """The collector of a run; `prepare` introduces each new one to the replicas."""
 
     async def start() -> ActorHandle[CollectorRole]:
@@ -158,4 +139,4 @@ def collector_role(
                 await prepare(handle)
         return handle
 
-    return Role("collector", "collector", scheduler, start, on_restart=on_restart)
+    return ActorRole("collector", "collector", scheduler, start, on_restart=on_restart)

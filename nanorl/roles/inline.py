@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,16 +20,16 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
-from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.learner import load_reference
 from nanorl.roles.base import RunCritic
-from nanorl.roles.collector import collector_role
+from nanorl.roles.collector import CollectorRole
 from nanorl.roles.critic import SavedCritic
-from nanorl.roles.store import close_store, store_role
+from nanorl.roles.role import DirectRole
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.parts import Parts, num_threads
+from nanorl.store import RolloutStore
 from nanorl.types import derive_seed
-from nanosched import Scheduler
 
 
 class InlineEngine(Engine):
@@ -79,13 +80,11 @@ class InlineRoles:
         self.publisher = InlinePublisher(
             self.engine, self.generator, max_staleness=config.rl.max_staleness
         )
-        self._scheduler = Scheduler(backend="inline")
-        self.collector = collector_role(
-            self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
+        make_collector = partial(
+            CollectorRole, config, parts.folder, kit=self.kit, generator=self.generator
         )
-        self.store = store_role(
-            self._scheduler, config.store_address, start_s=config.cluster.start_s
-        )
+        self.collector = DirectRole("collector", make_collector)
+        self.store = DirectRole("store", partial(RolloutStore, config.store_address))
 
     @property
     def control(self) -> None:
@@ -93,7 +92,7 @@ class InlineRoles:
 
     async def start(self) -> None:
         """The store is opened here, so that a bad file is found before any work is done."""
-        await self.store.handle()
+        self.store.open()
 
     async def open_reference(self, folders: Sequence[Path]) -> Policy:
         return load_reference(self.parts.config, folders, self.parts.device)
@@ -113,12 +112,14 @@ class InlineRoles:
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
-        await close_store(self.store)
+        store = self.store.close()
+        with suppress(Exception):  # what it could not fold into its file stays beside it
+            if store is not None:
+                store.close()
         await self.kit.close_loop()
         await self.generator.close()
 
     def close(self) -> None:
-        self._scheduler.close()
         self.kit.close()
         self.compute.shutdown()
         self.optimizer_thread.shutdown()

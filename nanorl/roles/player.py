@@ -12,7 +12,7 @@ from nanoengine.model.hf import load_model
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.agents.kit import AgentKit
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from nanorl.roles.role import OnRestart, Role, getting_ready, heard
+from nanorl.roles.actor_role import ActorRole, OnRestart, getting_ready, heard
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler, SchedulerLost
 
@@ -18,7 +18,7 @@ CLOSE_S = 5.0
 
 def store_role(
     scheduler: Scheduler, address: str, *, start_s: float, on_restart: OnRestart | None = None
-) -> Role[RolloutStore]:
+) -> ActorRole[RolloutStore]:
     """The store at that address (nanorl/store/address.py)."""
 
     async def start() -> ActorHandle[RolloutStore]:
@@ -27,10 +27,10 @@ def store_role(
             await handle.call(RolloutStore.heartbeat)
         return handle
 
-    return Role("store", "store", scheduler, start, on_restart=on_restart)
+    return ActorRole("store", "store", scheduler, start, on_restart=on_restart)
 
 
-async def close_store(role: Role[RolloutStore]) -> None:
+async def close_store(role: ActorRole[RolloutStore]) -> None:
     """Have the file closed, which folds its write-ahead log back into it; a store that is dead or
     does not answer leaves the log beside it, and nothing is lost."""
     handle = role.current

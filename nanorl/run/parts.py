@@ -21,18 +21,18 @@ from nanoengine.model.lora import choose_targets
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
-from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
 from nanorl.algorithms.spec import DISTILLS
 from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
+from nanorl.envs.env_kind import EnvKind, TaskSet
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
 from nanorl.observed import Scaffold
 from nanorl.reference_names import parse_references, shares_of
+from nanorl.run.agent_kit import run_loop
 from nanorl.run.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields

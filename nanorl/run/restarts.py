@@ -1,6 +1,6 @@
 """A run that failed begins again by itself, from its newest checkpoint: `--monitor.restarts`.
 
-    a role dies or hangs            it alone is started again                  (roles/role.py)
+    a role dies or hangs            it alone is started again                  (roles/actor_role.py)
     a rank of the trainer dies      all ranks; back to the newest checkpoint   (run.py)
     that did not help, either       all of the run but its process: this file
 

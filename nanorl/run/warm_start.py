@@ -29,9 +29,9 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig
-from nanorl.envs.base import Demonstrator, TaskSet, shown_action
+from nanorl.envs.env_kind import Demonstrator, TaskSet, shown_action
+from nanorl.run.agent_kit import AgentKit
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, Status, Task, derive_seed
 

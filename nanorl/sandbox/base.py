@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 MIB = 1 << 20
 
@@ -170,8 +170,48 @@ class SandboxFailure(RuntimeError):  # noqa: N818 - as above
 
 
 class Sandbox(Protocol):
-    """A sandbox as an environment sees it; session.py has all that one can do."""
+    """A sandbox as a tool sees it."""
 
     async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run one program in a fresh working directory that holds `files`."""
+        ...
+
+
+@runtime_checkable
+class WorkspaceSandbox(Protocol):
+    """A sandbox of any back end: single programs, and sessions. `open_sandbox` makes one."""
+
+    spec: SandboxSpec
+    capabilities: Capabilities
+
+    async def run(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """As `SandboxPool.run` in pool.py, like all of these."""
+        ...
+
+    def run_sync(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """`run` for callers without an event loop; blocks."""
+        ...
+
+    async def open_session(
+        self, files: Mapping[str, str | bytes] | None = None, *, folder: str = "/work"
+    ) -> Any:
+        """A sandbox for one episode: a `Session` (session.py)."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything in it."""
         ...

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from nanorl.sandbox import memory, protocol, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
-from nanorl.sandbox.confine import FILTER_PATH
 from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
@@ -99,7 +98,7 @@ def worker_data() -> dict[str, bytes]:
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,
-        FILTER_PATH: seccomp.filter_bytes(platform.machine()),
+        protocol.FILTER_PATH: seccomp.filter_bytes(platform.machine()),
         "/etc/passwd": b"sandbox:x:1000:1000::/tmp:/bin/sh\n",
     }
 

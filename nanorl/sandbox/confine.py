@@ -17,7 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-FILTER_PATH = "/sbx/filter.bpf"
+from nanorl.sandbox.protocol import FILTER_PATH
+
 _SYS_CLOSE_RANGE = 436
 _SYS_PIDFD_OPEN = 434
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine, 0)

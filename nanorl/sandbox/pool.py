@@ -20,7 +20,8 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from nanorl.sandbox import canary, memory
 from nanorl.sandbox.base import (
@@ -33,13 +34,15 @@ from nanorl.sandbox.base import (
 from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher, Size
 from nanorl.sandbox.interpreter import find_python
-from nanorl.sandbox.lease import SessionDispatcher
 from nanorl.sandbox.machine import explain, find_bwrap
 from nanorl.sandbox.protocol import FOLDERS
 from nanorl.sandbox.request import program_execution
-from nanorl.sandbox.session import Session, archive_of
 
 _CANARY_TIMEOUT_S = 10.0
+# Most runs open no session, so what they need is loaded with the first one.
+_ARCHIVE = "nanorl.sandbox.session:archive_of"
+_SESSION = "nanorl.sandbox.session:Session"
+_SESSIONS = "nanorl.sandbox.lease:SessionDispatcher"
 
 
 class SandboxPool:
@@ -74,7 +77,7 @@ class SandboxPool:
         self.spec = spec
         self._dispatcher = self._open(Size(num_workers, most, idle_s))
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
-        self._sessions: SessionDispatcher | None = None
+        self._sessions: Any = None  # the dispatcher of sessions, once one was opened
         self._sessions_lock = threading.Lock()
         self._is_session_probed = False
         self.capabilities = Capabilities(
@@ -158,15 +161,17 @@ class SandboxPool:
 
     async def open_session(
         self, files: Mapping[str, str | bytes] | None = None, *, folder: str = "/work"
-    ) -> Session:
-        """A sandbox for one episode, whose folder holds `files` (relative path to contents).
+    ) -> Any:
+        """A sandbox for one episode, whose folder holds `files` (relative path to contents): a
+        `Session` (session.py).
 
         Waits while `max_sessions` are open. Close it: else it lives until it is collected. The
         first one is trusted, as the pool is, only after a canary in it saw nothing but walls.
         """
         if folder not in FOLDERS:
             raise ValueError(f"folder={folder!r} is none of {', '.join(FOLDERS)}")
-        session = Session(self._session_dispatcher(), archive_of(files or {}, self.spec), folder)
+        archive = resolve_name(_ARCHIVE)(files or {}, self.spec)
+        session = resolve_name(_SESSION)(self._session_dispatcher(), archive, folder)
         try:
             if not self._is_session_probed:
                 await self._probe_session(session)
@@ -177,14 +182,14 @@ class SandboxPool:
             raise
         return session
 
-    async def _probe_session(self, session: Session) -> None:
+    async def _probe_session(self, session: Any) -> None:
         result = await session.run(canary.CODE, _CANARY_TIMEOUT_S)
         leak = canary.find_leak(result, files_in_tmp=[])
         if leak and not self.ablate:
             raise explain(leak)
         self._is_session_probed = True
 
-    def _session_dispatcher(self) -> SessionDispatcher:
+    def _session_dispatcher(self) -> Any:
         with self._sessions_lock:
             if not self._finalizer.alive:
                 raise SandboxFailure("the sandbox pool is closed")
@@ -192,7 +197,7 @@ class SandboxPool:
                 of_runs = self._dispatcher
                 size = Size(0, 0, math.inf)  # it makes and ends its workers with its sessions
                 arguments = (self.spec, of_runs.bwrap, of_runs.python, size, self.ablate)
-                self._sessions = SessionDispatcher(*arguments)
+                self._sessions = resolve_name(_SESSIONS)(*arguments)
                 weakref.finalize(self, self._sessions.close)
             return self._sessions
 

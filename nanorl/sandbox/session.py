@@ -31,10 +31,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.base import Capabilities, ExecResult, ExecStatus, SandboxSpec
+from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxSpec
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.lease import SessionLease
 
@@ -215,46 +215,6 @@ class Session:
         if result.status is not ExecStatus.OK:
             reason = result.stderr.decode(errors="replace").strip() or str(result.status)
             raise WorkspaceError(f"{what}: {reason}")
-
-
-@runtime_checkable
-class WorkspaceSandbox(Protocol):
-    """A sandbox of any back end: single programs, and sessions. `open_sandbox` makes one."""
-
-    spec: SandboxSpec
-    capabilities: Capabilities
-
-    async def run(
-        self,
-        code: str,
-        *,
-        files: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        """As `SandboxPool.run` in pool.py, like all of these."""
-        ...
-
-    def run_sync(
-        self,
-        code: str,
-        *,
-        files: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        """`run` for callers without an event loop; blocks."""
-        ...
-
-    async def open_session(
-        self, files: Mapping[str, str | bytes] | None = None, *, folder: str = "/work"
-    ) -> Session:
-        """A sandbox for one episode."""
-        ...
-
-    def close(self) -> None:
-        """Ends everything in it."""
-        ...
 
 
 def archive_of(files: Mapping[str, str | bytes], spec: SandboxSpec) -> bytes:

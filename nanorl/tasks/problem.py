@@ -11,8 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanorl.types import Task, content_id, split_of
+
+if TYPE_CHECKING:
+    from nanorl.tasks.source import GeneratedTasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,12 @@ class Family:
     name: str
     generators: Mapping[str, ProblemGenerator]
     several_turns: frozenset[str] = field(default_factory=frozenset)
+
+    def tasks(self, seed: int) -> GeneratedTasks[Problem]:
+        """The tasks of a run that trains on this family."""
+        from nanorl.tasks.source import GeneratedTasks  # here: source.py knows problems
+
+        return GeneratedTasks(generators_of([self]), seed)
 
 
 def generators_of(families: Sequence[Family]) -> dict[str, ProblemGenerator]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanorl.envs.actions import ActionFormat, program
-from nanorl.envs.episode import TOOL_UNAVAILABLE
+from nanorl.envs.env_episode import TOOL_UNAVAILABLE
 from nanorl.tasks.problem import Problem
 from nanorl.tools.result_text import KILLED, NO_OUTPUT
 from nanorl.types import Task
@@ -52,6 +52,10 @@ class TeacherConfig:
                 )
         if not 0 <= self.persistence <= 1:
             raise ValueError(f"persistence={self.persistence} must lie between 0 and 1")
+
+    def script(self, form: ActionFormat, task: Task, rng: random.Random) -> Script:
+        """One trace of a teacher that acts so. ValueError for a task without solutions."""
+        return SloppyTeacher(form, self).trace(task, rng)
 
 
 def smollm2_teacher() -> TeacherConfig:

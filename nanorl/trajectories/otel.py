@@ -45,7 +45,8 @@ from opentelemetry.trace import (
 )
 
 from nanoengine.model.chat_template import Message
-from nanorl.agents.times import RolloutTimes, TurnTimes
+from nanorl.agents.context import TurnTimes
+from nanorl.agents.times import RolloutTimes
 from nanorl.trajectories.atif import AgentInfo
 from nanorl.trajectories.base import (
     CallOfTurn,

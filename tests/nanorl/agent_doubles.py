@@ -11,7 +11,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.envs.actions import MARKDOWN, ActionFormat
 from nanorl.envs.base import Services
 from nanorl.envs.code import CodeEnv
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox
 from nanorl.tools.python import python
 

@@ -16,8 +16,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
-from nanorl.agents.loop import Agent
-from nanorl.agents.loops import AgentLoop
+from nanorl.agents.loop import Agent, AgentLoop
 from nanorl.endpoint.report import ReportRules
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services

@@ -28,7 +28,7 @@ from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 from nanorl.sandbox import ExecResult, SandboxSpec
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
 from nanorl.sandbox.backends.pool import BoxPool
-from nanorl.sandbox.session import WorkspaceSandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
 SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20)

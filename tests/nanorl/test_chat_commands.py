@@ -113,7 +113,7 @@ def test_a_machine_that_cannot_isolate_is_said_to_be_one(
     def refuse(*_: object, **__: object) -> None:
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.agents.kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
     assert cli.main(["chat", str(run), "--say", "x"]) == 2
     assert "no namespaces\nhelp: allow them" in capsys.readouterr().err
 

@@ -431,7 +431,7 @@ def test_check_says_why_there_is_no_sandbox_and_what_to_do(
     def refuse(*_: object, **__: object) -> None:
         raise SandboxUnavailable("bubblewrap is not installed", "install it")
 
-    monkeypatch.setattr("nanorl.agents.kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
     monkeypatch.chdir(tmp_path)
     status, report = report_of(["--preset", "tiny"], capsys)
     (only,) = report["findings"]

@@ -18,7 +18,6 @@ from agent_programs import SECRET, TASK, TINY, play, written
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
-from nanorl.agents.kit import run_loop, run_scoring
 from nanorl.agents.limits import Limits
 from nanorl.config import RunConfig
 from nanorl.endpoint.recording import Recording
@@ -27,6 +26,7 @@ from nanorl.endpoint.server import ApiSession, RecordingServer
 from nanorl.envs.run_kind import run_kind
 from nanorl.options import with_options
 from nanorl.presets import get_preset
+from nanorl.run.agent_kit import run_loop, run_scoring
 from nanorl.types import Rollout, Status
 
 BOTH = pytest.mark.parametrize("in_sandbox", [False, True], ids=["plain", "sandboxed"])

@@ -18,8 +18,9 @@ from agent_doubles import ScriptedGenerator, tiny_tokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.envs.base import EnvKind, Services
+from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.run_kind import num_env_workers
 from nanorl.presets import get_preset
 from nanorl.types import Rollout, Status, Task

@@ -17,8 +17,9 @@ from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
 from nanorl.cli import main
 from nanorl.config import RunConfig, WarmStartConfig
-from nanorl.envs.base import Services, TeacherError, shown_action
+from nanorl.envs.base import Services, TeacherError
 from nanorl.envs.catalog import as_kind, load_kind
+from nanorl.envs.env_kind import shown_action
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import WorkerPool
 from nanorl.run.warm_start import WarmStart

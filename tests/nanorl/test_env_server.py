@@ -24,7 +24,8 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.commands.serve_env import kept_secret
-from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.base import Environment, Services
+from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.server import SEAL, EnvServer, ServeLimits

@@ -28,7 +28,7 @@ from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, build_batch
 from nanorl.envs.base import Services, TimeStep
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.finite import unusable
 from nanorl.rewards.base import Score, Transcript
 from nanorl.tools.base import Done

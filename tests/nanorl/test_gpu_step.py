@@ -31,7 +31,6 @@ from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.colocation import InlinePublisher
@@ -39,6 +38,7 @@ from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.learner import Critic, Learner
 from nanorl.presets import get_preset
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
 from nanorl.run import sizes
 from nanorl.run.parts import Parts
 from nanorl.types import Rollout

@@ -19,7 +19,7 @@ from nanoinfer.chat.hermes import HermesParser
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.harbor import Harbor
 from nanorl.envs.hooks import tools_of
 from nanorl.envs.repair import Repair, draw_repair

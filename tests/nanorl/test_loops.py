@@ -20,8 +20,8 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.feedback import Feedback
 from nanorl.agents.limits import Limits
-from nanorl.agents.loop import Agent
-from nanorl.agents.loops import AgentLoop, load_loop
+from nanorl.agents.loop import Agent, AgentLoop
+from nanorl.agents.loops import load_loop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
 from nanorl.envs.kind import ShortKind

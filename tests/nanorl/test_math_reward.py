@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanorl.rewards.base import Transcript, score_rollout
+from nanorl.rewards.base import Transcript
+from nanorl.rewards.function import score_rollout
 from nanorl.rewards.math import MathReward, formula_in
 from nanorl.types import InfrastructureError, Rollout, Task
 

@@ -24,7 +24,6 @@ from test_hosting import held, resident_bytes, sleeper
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.kit import AgentKit
 from nanorl.cli import main
 from nanorl.collector import RolloutCollector, RolloutsFailed
 from nanorl.config import RunConfig
@@ -32,7 +31,8 @@ from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
 from nanorl.envs.remote.server import EnvServer, ServeLimits
 from nanorl.presets import get_preset
-from nanorl.rewards.base import as_reward
+from nanorl.rewards.function import as_reward
+from nanorl.run.agent_kit import AgentKit
 from nanorl.run.evaluation import evaluate
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task

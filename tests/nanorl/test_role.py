@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 
 import pytest
 
-from nanorl.roles.role import (
+from nanorl.roles.actor_role import (
     MOST_COLLAPSES,
     MOST_FAILURES,
+    ActorRole,
     Pulse,
-    Role,
-    RoleLost,
     getting_ready,
     until_dead,
 )
+from nanorl.roles.role import DirectRole, RoleLost
 from nanosched import ActorHandle, Scheduler, WorkerDied
 
 START_S = 0.2
@@ -54,8 +55,8 @@ class Nursery:
             await handle.call(Sleepy.get_ready)
         return handle
 
-    def role(self) -> Role[Sleepy]:
-        return Role(
+    def role(self) -> ActorRole[Sleepy]:
+        return ActorRole(
             *("store", "store", self.scheduler, self.start),
             on_restart=lambda role, why: self.told.append(why),
         )
@@ -138,7 +139,7 @@ def test_the_fork_servers_death_is_not_counted_as_a_start_that_failed() -> None:
                     raise WorkerDied("Sleepy ended with the fork server")
                 return await nursery.start()
 
-            role = Role("store", "store", scheduler, start)
+            role = ActorRole("store", "store", scheduler, start)
             return await asyncio.wait_for(role.call(Sleepy.answer), 10)
 
     assert MOST_COLLAPSES - 1 > MOST_FAILURES
@@ -209,11 +210,11 @@ def test_an_actor_that_stops_answering_is_killed_replaced_and_the_reason_is_told
             async def start() -> ActorHandle[Stuck]:
                 return scheduler.actor(Stuck).remote()
 
-            def tell(role: Role[Stuck], why: str) -> None:
+            def tell(role: ActorRole[Stuck], why: str) -> None:
                 told.append(why)
                 replaced.set()
 
-            role = Role("store", "store", scheduler, start, on_restart=tell)
+            role = ActorRole("store", "store", scheduler, start, on_restart=tell)
             first = await role.handle()
             role.watch(Stuck.beat, every_s=0.01, hang_s=0.25)
             await first.call(Stuck.hang)
@@ -225,3 +226,69 @@ def test_an_actor_that_stops_answering_is_killed_replaced_and_the_reason_is_told
             role.close()
 
     asyncio.run(play())
+
+
+# -- a role of this process --------------------------------------------------------------------
+
+
+class Ledger:
+    """An object whose methods say who called them, raise, or never end."""
+
+    def __init__(self) -> None:
+        self.was_cancelled = False
+
+    def callers(self) -> list[str]:
+        """The functions of ours between a caller and this method, the innermost first."""
+        frames = [frame.function for frame in inspect.stack(0)[1:]]
+        return frames[: frames.index("ask")]
+
+    def fail(self) -> None:
+        raise ValueError("no such entry")
+
+    async def wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+def test_in_one_process_a_call_is_a_call() -> None:
+    role = DirectRole("store", Ledger)
+
+    async def ask() -> list[str]:
+        callers: list[str] = await role.call(Ledger.callers)
+        return callers
+
+    assert asyncio.run(ask()) == ["call"]
+
+
+def test_a_direct_role_raises_what_its_object_raises_and_is_cancelled_with_its_caller() -> None:
+    role = DirectRole("store", Ledger)
+
+    async def play() -> None:
+        with pytest.raises(ValueError, match="no such entry"):
+            await role.call(Ledger.fail)
+        waiting = asyncio.create_task(role.call(Ledger.wait))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(play())
+    assert role.open().was_cancelled
+
+
+def test_a_direct_role_makes_its_object_once_and_none_after_its_end() -> None:
+    made: list[Ledger] = []
+
+    def make() -> Ledger:
+        made.append(Ledger())
+        return made[-1]
+
+    role = DirectRole("store", make)
+    assert not made and role.open() is role.open() is made[0]
+    assert role.close() is made[0]
+    with pytest.raises(RoleLost, match="store is closed"):
+        asyncio.run(role.call(Ledger.fail))
+    assert DirectRole("other", Ledger).close() is None and len(made) == 1

@@ -23,7 +23,7 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
-from nanorl.envs.episode import EnvEpisode
+from nanorl.envs.env_episode import EnvEpisode
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.replica import Replica
 from nanorl.roles.router import Router

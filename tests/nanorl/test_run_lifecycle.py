@@ -231,7 +231,7 @@ def test_a_model_made_for_a_run_that_did_not_begin_goes_away(
         assert list(tmp_path.rglob("model.safetensors"))
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.agents.kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
     with pytest.raises(SandboxUnavailable):
         train(*SMALL, "--out", str(tmp_path / "runs" / "run"))
     assert not list(tmp_path.iterdir())

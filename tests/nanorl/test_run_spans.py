@@ -18,7 +18,8 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from nanorl.agents.times import RolloutTimes, TurnTimes
+from nanorl.agents.context import TurnTimes
+from nanorl.agents.times import RolloutTimes
 from nanorl.config import RunConfig
 from nanorl.report.observer import PhaseBegun
 from nanorl.store import RolloutStore

@@ -31,9 +31,10 @@ from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.rights import landlock_version
 from nanorl.sandbox.backends.rlimits import RlimitsBackend
 from nanorl.sandbox.backends.supply import BoxSupply
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.grading import Case, check, grade
 from nanorl.sandbox.request import program_execution
-from nanorl.sandbox.session import Session, WorkspaceError, WorkspaceSandbox
+from nanorl.sandbox.session import Session, WorkspaceError
 
 pytestmark = pytest.mark.sandbox
 PROGRAMS = {program.name: program for program in HOSTILE}

@@ -21,8 +21,9 @@ from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.wasm_module import ensure_module
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.grading import Case, check
-from nanorl.sandbox.session import Session, WorkspaceError, WorkspaceSandbox
+from nanorl.sandbox.session import Session, WorkspaceError
 
 pytestmark = [
     pytest.mark.skipif(

@@ -32,12 +32,12 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
 from nanorl import colocation
-from nanorl.agents import kit
 from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.config import LoraOptions
 from nanorl.presets import get_preset
 from nanorl.roles import inline
 from nanorl.roles.inline import InlineRoles
+from nanorl.run import agent_kit as kit
 from nanorl.run.parts import Parts
 
 SHAPE = ModelConfig(

@@ -14,8 +14,9 @@ import pytest
 from agent_doubles import tiny_tokenizer
 
 from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind, Services, shown_action
+from nanorl.envs.base import Services
 from nanorl.envs.catalog import ENVIRONMENTS, load_kind
+from nanorl.envs.env_kind import EnvKind, shown_action
 from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
 from nanorl.envs.shipped.reading import lcs_ratio, tagged

@@ -17,8 +17,9 @@ import pytest
 from agent_doubles import tiny_tokenizer
 
 import nanorl
-from nanorl.envs.base import EnvKind, Services
+from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
+from nanorl.envs.env_kind import EnvKind
 from nanorl.rewards.base import Transcript
 from nanorl.types import Rollout, Task
 

@@ -31,8 +31,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl import cli
 from nanorl.agents.compact import Compact
 from nanorl.agents.limits import Limits
-from nanorl.agents.loop import Agent
-from nanorl.agents.loops import AgentLoop, tool
+from nanorl.agents.loop import Agent, AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import delta_ids
 from nanorl.config import RunConfig

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from nanorl.rewards.base import Transcript, score_rollout
+from nanorl.rewards.base import Transcript
+from nanorl.rewards.function import score_rollout
 from nanorl.rewards.tests import UnitTestReward
 from nanorl.sandbox import SandboxSpec
 from nanorl.sandbox.backends import open_sandbox
-from nanorl.sandbox.session import WorkspaceSandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.types import InfrastructureError, Rollout, Task
 
 pytestmark = pytest.mark.sandbox

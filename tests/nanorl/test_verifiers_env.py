@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.kit import AgentKit
 from nanorl.agents.limits import Limits
 from nanorl.cli import main
 from nanorl.config import RunConfig
@@ -38,6 +38,7 @@ from nanorl.envs.run_kind import num_env_workers
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
 from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
 from nanorl.presets import get_preset
+from nanorl.run.agent_kit import AgentKit
 from nanorl.store import RolloutStore
 from nanorl.types import InfrastructureError, Rollout, Status, Task
 
@@ -170,8 +171,8 @@ def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_una
             again = await play(kit, Dice())
             assert again.status == Status.FINISHED and again.num_turns == 2
             assert again.metrics["reward/letters"] == again.reward
-            limited = replace(kit.config, agent=replace(kit.config.agent, max_turns=1))
-            kit.config = limited
+            limits = replace(kit.config.agent, max_turns=1)
+            kit.make_agent = partial(kit.make_agent, limits=limits)
             cut = await play(kit, Dice())
             assert (cut.status, cut.reward) == (Status.TRUNCATED_CONTEXT, 0.0), "our own limit"
             assert cut.num_turns == 1 and cut.num_action_tokens > 0

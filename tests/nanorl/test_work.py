@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanorl.monitor.board import IdleShares
-from nanorl.roles.role import status_of
+from nanorl.roles.actor_role import status_of
 from nanorl.roles.work import WorkThread
 
 

@@ -23,7 +23,8 @@ from urllib.parse import urlencode, urlsplit
 from nanoengine.extras import missing
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
+from nanorl.envs.base import Environment, Opening, Services, TimeStep
+from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.rewards.base import Score, Transcript
 from nanorl.tasks.records import check_agent
 from nanorl.types import InfrastructureError, Rollout, Task

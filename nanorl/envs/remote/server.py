@@ -37,8 +37,8 @@ from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
 from nanoinfer.server.listening import listen
-from nanorl.agents.kit import AgentKit
-from nanorl.envs.base import Environment, TaskSet
+from nanorl.envs.base import Environment
+from nanorl.envs.env_kind import TaskSet
 from nanorl.envs.remote.wire import (
     Closed,
     EpisodeBody,
@@ -52,6 +52,7 @@ from nanorl.envs.remote.wire import (
     TasksReply,
     WireTask,
 )
+from nanorl.run.agent_kit import AgentKit
 from nanorl.types import InfrastructureError
 
 LOG = logging.getLogger("nanorl.envs")

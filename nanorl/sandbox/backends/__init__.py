@@ -29,8 +29,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 
-from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable, check_safety
-from nanorl.sandbox.session import WorkspaceSandbox
+from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable, WorkspaceSandbox, check_safety
 
 BACKENDS: Mapping[str, str] = {
     "oci": "nanorl.sandbox.backends.oci:OciBackend",

@@ -12,6 +12,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from nanoengine.model.chat_template import Message
@@ -20,14 +21,15 @@ from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.chat import ToolChat, visible
 from nanorl.envs.base import Opening, Services, TeacherError, TimeStep
 from nanorl.envs.env import Done, Env
-from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, Transcript, as_score
-from nanorl.sandbox.session import Session, WorkspaceSandbox
+from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.tools.base import Tool, ToolContext
 from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
 
 TOOL_UNAVAILABLE = "tool unavailable"
+WHERE_RAISED = "nanorl.plugins:where_raised"
+"""Finds the line of somebody's own code, for a message."""
 
 
 class EnvEpisode:
@@ -126,7 +128,7 @@ class EnvEpisode:
             if self._context is not None:
                 await self._context.close()
 
-    async def _open_session(self) -> Session:
+    async def _open_session(self) -> Any:
         sandbox = self._services.sandbox
         if not isinstance(sandbox, WorkspaceSandbox):
             raise InfrastructureError(
@@ -150,7 +152,7 @@ class EnvEpisode:
         except Exception as error:  # a plug-in boundary
             raise InfrastructureError(
                 f"{type(self.env).__name__}.{method.__name__} raised {type(error).__name__}: "
-                f"{error}{where_raised(error)}"
+                f"{error}{resolve_name(WHERE_RAISED)(error)}"
             ) from error
 
     async def _answer_calls(self, calls: Sequence[ToolCall | ToolCallError]) -> TimeStep:
