@@ -186,7 +186,7 @@ class Cluster:
         return [self.collector, *self._replicas.roles, self.store, *scoring]
 
     def roles(self) -> list[RoleStatus]:
-        """As they last said themselves."""
+        """Say how all roles are, as they last said themselves."""
         return [
             *self._trainer.statuses(),
             *(role.status() for role in self._all()),
@@ -210,11 +210,11 @@ class Cluster:
         return {name: fmean(values) for name, values in by_kind.items()}
 
     async def scale(self, replicas: int) -> None:
-        """So many replicas from now on. One that leaves hands its requests on first."""
+        """Have so many replicas from now on. One that leaves hands its requests on first."""
         await self._replicas.scale(replicas)
 
     async def add_replica(self, address: str) -> str:
-        """A server that somebody else started, as one more replica, with the current weights."""
+        """Take in a server that somebody else started, with the current weights; its name."""
         return await self._replicas.add_server(address)
 
     async def remove_replica(self, name: str) -> None:

@@ -165,7 +165,7 @@ class ReplicaSet:
         )
 
     async def _catch_up(self, name: str, handle: ActorHandle[Replica]) -> None:
-        """The current weights for a new replica. WorkerDied if it does not get them from a trainer
+        """Give a new replica the current weights. WorkerDied if it does not get them from a trainer
         that lives: another attempt may."""
         try:
             await self.transport.catch_up(name, partial(self._load, handle))
@@ -177,7 +177,7 @@ class ReplicaSet:
     # -- starting ------------------------------------------------------------------------------
 
     def make(self, count: int) -> list[ActorRole[Replica]]:
-        """So many replicas more, or none where there is no room for all. They start with their
+        """Make so many replicas more, or none where there is no room for all. They start with their
         first call."""
         new: list[ActorRole[Replica]] = []
         try:
@@ -261,7 +261,7 @@ class ReplicaSet:
     # -- coming and going ----------------------------------------------------------------------
 
     async def scale(self, replicas: int) -> None:
-        """So many replicas from now on. One that leaves hands its requests on first."""
+        """Have so many replicas from now on. One that leaves hands its requests on first."""
         if replicas < 1:
             raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
         while len(self._roles) > replicas:
@@ -292,7 +292,7 @@ class ReplicaSet:
         self._starter.places.free(name)
 
     async def add_server(self, address: str) -> str:
-        """A server that somebody else started, as one more replica, with the current weights."""
+        """Take in a server that somebody else started, with the current weights; its name."""
         if self._transport_kind != "disk":
             raise ValueError(
                 f"{address}: a server reads weights from files; start the run with "
@@ -347,7 +347,7 @@ class ReplicaSet:
         await self.collector.call(CollectorRole.set_replicas, self._clients())
 
     async def introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
-        """A new collector's predecessor waits for nothing any more."""
+        """Name all replicas to a new collector, whose predecessor waits for nothing any more."""
         await self.ask_all(Replica.abort)
         known = None
         while known != self.serving:  # until nobody has come or gone meanwhile
@@ -355,7 +355,7 @@ class ReplicaSet:
             await collector.call(CollectorRole.set_replicas, self._clients())
 
     async def ask_all(self, method: Callable[..., Any]) -> None:
-        """What a dead replica does not hear its successor need not know."""
+        """Ask all that serve; what a dead one does not hear its successor need not know."""
         asked = [handle.call(method) for handle in self.serving.values()]
         await asyncio.gather(*(_ended(one) for one in asked))
 

@@ -56,7 +56,8 @@ class TrainerRanks:
     # -- starting and ending -------------------------------------------------------------------
 
     async def start(self) -> None:
-        """In its turn: what replicas on the same devices take is measured by what it leaves."""
+        """Start the ranks in their turn: what replicas on the same devices take is measured by what
+        they leave."""
         self._is_parked = False
         async with self._turns.of_trainer():
             await self._start_again_and_again()

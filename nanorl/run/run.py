@@ -55,8 +55,8 @@ class Run:
         self._furthest_loss = (-1, -1)  # the phase's number and step
 
     async def execute(self) -> None:
-        """All phases that are left. Raises `Interrupted` after saving on Ctrl-C, which cancels this
-        task once; what must not be cut in two is awaited with `to_the_end`."""
+        """Play all phases that are left. Raises `Interrupted` after saving on Ctrl-C, which cancels
+        this task once; what must not be cut in two is awaited with `to_the_end`."""
         loop, roles = asyncio.get_running_loop(), self.state.roles
         current = asyncio.current_task()
         assert current is not None
@@ -105,8 +105,8 @@ class Run:
     # -- the loop --------------------------------------------------------------------------------
 
     async def _go_on(self) -> None:
-        """What comes next. Where the trainer dies, the run goes back to the newest checkpoint and
-        on from there, as `--resume` does."""
+        """Do what comes next. Where the trainer dies, the run goes back to the newest checkpoint
+        and on from there, as `--resume` does."""
         state = self.state
         try:
             if self._has_to_restore:
@@ -124,7 +124,7 @@ class Run:
             self.checkpoints.critic, self._has_to_restore = None, True
 
     async def _unless_trainer_dies(self, phase: RunPhase) -> None:
-        """A phase, which is given up as soon as it cannot go on: rollouts for a trainer that is
+        """Play a phase, and give it up as soon as it cannot go on: rollouts for a trainer that is
         dead would be played again."""
         work = asyncio.create_task(phase.play())
         death = asyncio.create_task(self.state.roles.trainer_death())

@@ -39,7 +39,7 @@ class RunCheckpoints:
     # -- saving ----------------------------------------------------------------------------------
 
     async def save(self, *, in_background: bool = False) -> None:
-        """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
+        """Write a checkpoint of engine and cursor; the critic's first, which the cursor names."""
         state, cursor = self._state, self._state.cursor
         state.note_time()
         cursor.options = recorded(state.config)
@@ -66,7 +66,7 @@ class RunCheckpoints:
             self.journal.forget([i for i in self.journal.indices() if had.has_had(i)])
 
     async def save_last(self) -> None:
-        """On the way out: without a trainer the newest checkpoint is what there is."""
+        """Save on the way out; without a trainer the newest checkpoint is what there is."""
         try:
             if self._state.cursor.place == self._saved_place:
                 await self._wait_saved()  # these weights are on the disk, or will be soon
@@ -88,7 +88,7 @@ class RunCheckpoints:
     # -- the journal -----------------------------------------------------------------------------
 
     def open_journal(self) -> Journal:
-        """The groups that this run has played already. Those of other options are not its own."""
+        """Open the groups that this run has played. Those of other options are not its own."""
         state = self._state
         self.close_journal()
         self.journal = Journal(state.dir / "journal.sqlite")
@@ -97,7 +97,7 @@ class RunCheckpoints:
         return self.journal
 
     def close_journal(self) -> None:
-        """Later checkpoints have nothing to forget."""
+        """Close it: later checkpoints have nothing to forget."""
         if self.journal is not None:
             self.journal.close()
             self.journal = None

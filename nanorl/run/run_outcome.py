@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,64 +53,74 @@ def write_outcome(run: RunState) -> dict[str, Any]:
 
 def summarise(run: RunState) -> dict[str, Any]:
     """The fields of the contract (DESIGN: summary.json) and where they come from."""
-    config, cursor = run.config, run.cursor
-    totals, results = cursor.totals, cursor.results
-    first = "untrained" if config.warm_start.steps else "before"
+    # Without a warm start RL begins with the weights of the untrained model.
+    first = "untrained" if run.config.warm_start.steps else "before"
+    return build_summary(_measured(run, first), _about(run, first))
+
+
+def _measured(run: RunState, first: str) -> dict[str, Any]:
+    """The required fields. `first` names the evaluation of the untrained model."""
+    config, totals, results = run.config, run.cursor.totals, run.cursor.results
 
     def success(name: str) -> float | None:
         return results[name]["success"] if name in results else None
 
-    def ratio(numerator: str, denominator: str) -> float | None:
-        below = totals.get(denominator, 0.0)
-        return totals.get(numerator, 0.0) / below if below else None
+    return {
+        "preset": config.preset,
+        "seed": config.seed,
+        "steps": config.rl.steps,
+        "wall_s": totals.get("wall_s", 0.0),
+        "heldout_success_before": success("before"),
+        "heldout_success_after": success("after"),
+        "heldout_n": results["after"]["num_tasks"] if "after" in results else 0,
+        "heldout_success_untrained": success(first),
+        "heldout_success_no_tool": success("no_tool"),
+        "dtype": config.dtype,
+        "logp_gap_max": totals.get("logp_gap_max"),
+        "logp_gap_mean": _ratio(totals, "logp_gap_sum", "logp_gap_tokens"),
+        "tokens_per_s_rollout": _ratio(totals, "rollout_tokens", "rollout_s"),
+        "tokens_per_s_train": _ratio(totals, "train_tokens", "train_s"),
+        "num_rollouts": int(totals.get("num_rollouts", 0)),
+        "num_failed_rollouts": int(totals.get("num_failed_rollouts", 0)),
+        "peak_rss_bytes": int(totals.get("peak_rss_bytes", 0)),
+        "git_commit": git_commit(ROOT) or "unknown",
+    }
 
-    return build_summary(
-        {
-            "preset": config.preset,
-            "seed": config.seed,
-            "steps": config.rl.steps,
-            "wall_s": totals.get("wall_s", 0.0),
-            "heldout_success_before": success("before"),
-            "heldout_success_after": success("after"),
-            "heldout_n": results["after"]["num_tasks"] if "after" in results else 0,
-            "heldout_success_untrained": success(first),
-            "heldout_success_no_tool": success("no_tool"),
-            "dtype": config.dtype,
-            "logp_gap_max": totals.get("logp_gap_max"),
-            "logp_gap_mean": ratio("logp_gap_sum", "logp_gap_tokens"),
-            "tokens_per_s_rollout": ratio("rollout_tokens", "rollout_s"),
-            "tokens_per_s_train": ratio("train_tokens", "train_s"),
-            "num_rollouts": int(totals.get("num_rollouts", 0)),
-            "num_failed_rollouts": int(totals.get("num_failed_rollouts", 0)),
-            "peak_rss_bytes": int(totals.get("peak_rss_bytes", 0)),
-            "git_commit": git_commit(ROOT) or "unknown",
+
+def _about(run: RunState, first: str) -> dict[str, Any]:
+    """The other fields: details of the evaluations, the model, the machine and the history."""
+    config, totals, results = run.config, run.cursor.totals, run.cursor.results
+    phase = run.cursor.phase
+    return {
+        "per_type": per_type(results),
+        "phase_wall_s": {
+            name.removeprefix("phase_s."): value
+            for name, value in totals.items()
+            if name.startswith("phase_s.")
         },
-        {
-            "per_type": per_type(results),
-            "phase_wall_s": {
-                name.removeprefix("phase_s."): value
-                for name, value in totals.items()
-                if name.startswith("phase_s.")
-            },
-            "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
-            "logp_gap_share": ratio("logp_gap_tokens", "rollout_tokens") or 0.0,
-            "warm_start_steps": config.warm_start.steps,
-            "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
-            "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
-            "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
-            "model": config.model or config.preset,
-            "model_source": model_source(config, run.parts.folder).text,
-            "num_parameters": run.parts.num_parameters,
-            "date": datetime.date.today().isoformat(),
-            "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "threads": num_threads(config),
-            "command": " ".join(sys.argv),
-            "torch_version": str(torch.__version__),
-            "sandbox": config.tool.sandbox if runs_programs(config, run.parts.kind) else "none",
-            "history": run.history.read(),
-            "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
-        },
-    )
+        "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
+        "logp_gap_share": _ratio(totals, "logp_gap_tokens", "rollout_tokens") or 0.0,
+        "warm_start_steps": config.warm_start.steps,
+        "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
+        "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
+        "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
+        "model": config.model or config.preset,
+        "model_source": model_source(config, run.parts.folder).text,
+        "num_parameters": run.parts.num_parameters,
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "threads": num_threads(config),
+        "command": " ".join(sys.argv),
+        "torch_version": str(torch.__version__),
+        "sandbox": config.tool.sandbox if runs_programs(config, run.parts.kind) else "none",
+        "history": run.history.read(),
+        "status": "finished" if phase == "done" else f"stopped in phase {phase}",
+    }
+
+
+def _ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float | None:
+    below = totals.get(denominator, 0.0)
+    return totals.get(numerator, 0.0) / below if below else None
 
 
 def per_type(results: dict[str, Any]) -> dict[str, dict[str, Any]]:

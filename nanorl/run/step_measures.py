@@ -34,7 +34,7 @@ class StepMeasures:
         return found | self._rollout_speed(metrics) | self._cpu_time()
 
     def _rollout_speed(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """What a change of the number of replicas does, step by step."""
+        """Say how fast rollouts were played, and by how many replicas."""
         busy_s, control = metrics["rollout_s"], self._roles.control
         speed = {"rollout_tokens_per_s": metrics["action_tokens"] / busy_s} if busy_s else {}
         if control is not None:
@@ -44,7 +44,7 @@ class StepMeasures:
         return speed
 
     def _cpu_time(self) -> dict[str, float]:
-        """Of this process alone: with the backend inline both engines and the agents; a sandbox's
-        programs never."""
+        """Measure this process alone: with the backend inline both engines and the agents; a
+        sandbox's programs never."""
         before, self._cpu_s = self._cpu_s, time.process_time()
         return {"cpu_s": self._cpu_s - before}
