@@ -16,8 +16,8 @@ options/, plugins.py    every option, how it is given, two sets of them that wor
                         user's own code
 parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
 roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
-run.py                  the phases of a run, checkpoints, what it leaves behind
-warm_start.py           supervised steps before RL
+run/                    the phases of a run and who is told of them; its parts, sized for the
+                        machine; checkpoints, what it leaves behind
 trainer.py              the RL loop: which rollouts may start, which groups make a batch
 collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
@@ -29,14 +29,13 @@ publisher.py            how the rollout engine gets the weights
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs
 run), hosting/ (where a user's code runs), http_record/ (its HTTP, recorded and replayed), tasks/,
-rewards/, report/, trackers/, weights/ (how they reach engines in other processes), monitor/ (who
-looks on) and trajectories/ (rollouts in formats of other tools).
+rewards/, store/, report/, trackers/, weights/ (how they reach engines in other processes),
+monitor/ (who looks on) and trajectories/ (rollouts in formats of other tools).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+from typing import Any
+from typing import TYPE_CHECKING
 import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
 
 if TYPE_CHECKING:

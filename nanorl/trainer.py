@@ -20,7 +20,7 @@ sampling seeds, which groups make a batch) is a function of (seed, step), and a 
 is killed and resumed from its last checkpoint ends with the same bits. With staleness, time alone
 decides under which weights a token is sampled: such a run resumes with the same tasks and seeds,
 and no two runs are equal. What was played before a kill is found in the journal, and not again.
-Next: flow/ (who may start and what makes a batch), run.py (the order of a whole run, checkpoints),
+Next: flow/ (who may start and what makes a batch), run/ (the order of a whole run, checkpoints),
 learner.py, collector.py.
 """
 

@@ -44,7 +44,7 @@ def run_training(
     from nanorl.run.failed_start import WRITTEN, take_away_failed_start
     from nanorl.run.parts import Parts
     from nanorl.run.restarts import run_until_done
-    from nanorl.run.run import write_outcome
+    from nanorl.run.run_outcome import write_outcome
     from nanorl.trackers.services import require_trackers
 
     require_trackers(config.log)

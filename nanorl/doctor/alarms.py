@@ -7,20 +7,31 @@ Left out: numbers of a step that are not finite and a success that collapses (mo
 """
 
 from __future__ import annotations
-
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
-from nanorl.doctor.finding import Finding, Severity, in_order, quoted
+from nanorl.doctor.finding import Finding
+from nanorl.doctor.finding import Severity
+from nanorl.doctor.finding import in_order
+from nanorl.doctor.finding import quoted
 from nanorl.doctor.silence import silence_pays
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Branch, Rollout, Status
+from nanorl.report.observer import RunObserver
+from nanorl.types import Branch
+from nanorl.types import Rollout
+from nanorl.types import Status
+from typing import Any
+from typing import TYPE_CHECKING
+import math
+import re
+
+if TYPE_CHECKING:
+    from nanorl.trainer import StepResult
 
 MANY = 0.5
 """The share from which on something is the rule and not an accident."""
@@ -426,18 +437,30 @@ def rollout_findings(evidence: Evidence) -> list[Finding]:
 # -- during training ---------------------------------------------------------------------------
 
 
-class RunAlarms:
+class RunAlarms(RunObserver):
     """The same checks over every step of a run, and those of a step's numbers.
 
     Something is said when it was seen NUM_IN_A_ROW steps in a row, and MOST_TIMES at most.
     Left out: state in the checkpoint; a resumed run begins to count anew.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, *, has_tools: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: ChatTokenizer,
+        *,
+        has_tools: bool,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self._config, self._tokenizer, self._has_tools = config, tokenizer, has_tools
+        self._say = say
         self._in_a_row: dict[str, int] = {}
         self._said: dict[str, list[int]] = {}  # the steps
         self._first_entropy: float | None = None
+
+    async def on_step_kept(self, step: StepResult) -> None:
+        for alarm in self.observe(step.step, step.metrics, step.groups, step.failed):
+            self._say(alarm)
 
     def observe(
         self,

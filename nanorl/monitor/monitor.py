@@ -28,16 +28,18 @@ from nanorl.monitor.readings import RoleReadings
 from nanorl.monitor.sender import AlertSender
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import read_metrics
+from nanorl.report.observer import PhaseBegun, RunObserver
 from nanorl.types import Rollout
 
-if TYPE_CHECKING:  # it needs the extra `monitor`
+if TYPE_CHECKING:  # the server needs the extra `monitor`
     from nanorl.monitor.server import MonitorServer
+    from nanorl.trainer import StepResult
 
 _POLL_S = 1.0
 _ASKED_TO_STOP = (Interrupted, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
 
 
-class RunMonitor:
+class RunMonitor(RunObserver):
     """An async context manager around a run. `ValueError` for addresses that cannot be used or
     extras that are missing; later on, nothing that goes wrong here reaches the run."""
 
@@ -48,7 +50,9 @@ class RunMonitor:
         live: LiveView,
         control: ClusterControl | None = None,
         clock: Callable[[], float] = time.monotonic,
+        goes_on: Callable[[BaseException], bool] = lambda _: False,
     ) -> None:
+        """`goes_on` says whether a run that ends with an error begins again by itself."""
         self._config = config
         self._run_dir = run_dir
         self._live = live
@@ -60,7 +64,7 @@ class RunMonitor:
         self._server: MonitorServer | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._said: set[str] = set()
-        self.is_restarted_after: Callable[[BaseException], bool] = lambda _: False
+        self._goes_on = goes_on
 
     async def __aenter__(self) -> RunMonitor:
         if self._config.alerts:
@@ -82,11 +86,21 @@ class RunMonitor:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._rules is not None and error is not None and not isinstance(error, _ASKED_TO_STOP):
-            self._send(self._rules.end_with(error, goes_on=self.is_restarted_after(error)))
+            self._send(self._rules.end_with(error, goes_on=self._goes_on(error)))
         if self._server is not None:
             await self._server.close()
         if self._sender is not None:
             await self._sender.close()
+
+    async def on_phase(self, phase: PhaseBegun) -> None:
+        self.begin_phase(phase.title)
+
+    def on_progress(self, title: str, metrics: Mapping[str, float]) -> None:
+        self.progress()
+
+    async def on_step_kept(self, step: StepResult) -> None:
+        rollouts = (rollout for group in step.groups for rollout in group)
+        self.observe_step(step.step, step.metrics, rollouts)
 
     def begin_phase(self, name: str) -> None:
         """The run does something else from now on."""

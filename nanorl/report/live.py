@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,7 +32,16 @@ from rich.text import Text
 
 from nanorl.monitor.control import RoleStatus, is_spread
 from nanorl.report.charts import duration, number
+from nanorl.report.observer import PhaseBegun, RunObserver
 
+if TYPE_CHECKING:
+    from nanorl.trainer import StepResult
+
+SHOWN = (
+    *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
+    *("logp_gap_max", "step_s"),
+)
+"""The metrics of a step of RL that are shown beside its bar."""
 _BARS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
 _MOST_ROLES = 16  # a terminal has some 50 rows
@@ -58,7 +68,7 @@ class Phase:
         return (now_s - self.start_s) / num_new * (self.total - self.num_done)
 
 
-class LiveView:
+class LiveView(RunObserver):
     """A context manager around a run. Phases begin in any order and may overlap.
 
     `is_live` None asks the console; `clock` is for tests.
@@ -78,6 +88,7 @@ class LiveView:
         self._clock = clock
         self._start_s = clock()
         self._phases: dict[str, Phase] = {}
+        self._now = ""  # the run's phase
         self._metrics: dict[str, float | None] = {}
         self._successes: list[float] = []
         self._roles: Sequence[RoleStatus] = ()
@@ -107,6 +118,20 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    async def on_phase(self, phase: PhaseBegun) -> None:
+        self._now = phase.title
+        if phase.total:
+            self.start_phase(
+                phase.title, phase.total, num_done=phase.num_done, num_lines=phase.num_lines
+            )
+
+    def on_progress(self, title: str, metrics: Mapping[str, float]) -> None:
+        self.advance(title, metrics=metrics)
+
+    async def on_step_kept(self, step: StepResult) -> None:
+        shown = {name: step.metrics[name] for name in SHOWN if name in step.metrics}
+        self.advance(self._now, metrics=shown)
 
     def start_phase(self, name: str, total: int, *, num_done: int = 0, num_lines: int = 10) -> None:
         """`total` units of work, of which `num_done` were done before; starting a phase again

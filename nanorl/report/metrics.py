@@ -12,9 +12,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanorl.report.observer import RunObserver
 from nanorl.report.summary import write_atomically
+
+if TYPE_CHECKING:
+    from nanorl.trainer import StepResult
 
 
 def to_jsonable(value: Any) -> Any:
@@ -71,7 +75,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricsWriter:
+class MetricsWriter(RunObserver):
     """Appends rows with rising `step`. `tensorboard_dir` adds event files for TensorBoard."""
 
     def __init__(self, path: str | Path, *, tensorboard_dir: str | Path | None = None) -> None:
@@ -123,6 +127,15 @@ class MetricsWriter:
             self._fd = -1
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def on_restore(self, first_step: int) -> None:
+        self.truncate_from(first_step)
+
+    async def on_step(self, step: StepResult) -> None:
+        self.write(step.step, step.metrics)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -16,14 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.report.metrics import TensorBoardWriter
+from nanorl.report.observer import WARM_START, Evaluated, RunObserver
 
 
-class TensorBoardFolders:
+class TensorBoardFolders(RunObserver):
     """The parts beside the steps of RL. A part's file is opened by its first line."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writers: dict[str, TensorBoardWriter] = {}
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def on_restore(self, first_step: int) -> None:
+        self.begin_anew()
+
+    async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.write(WARM_START, step, numbers)
+
+    async def on_evaluation(self, evaluated: Evaluated) -> None:
+        self.write_evaluation(evaluated.phase, evaluated.step, evaluated.result.to_json())
 
     def write(self, part: str, step: int, values: Mapping[str, Any]) -> None:
         """The finite numbers of `values`, under the tag `part/name`."""

@@ -12,7 +12,7 @@ the metrics up to there, so that its curves are whole. The rollouts up to there 
 may be gigabytes, nothing is computed from them, and the history says where they are.
 
 Left out: forks of a run in a folder that this machine does not see.
-Next: cursor.py, history.py, run.py (`restore`).
+Next: cursor.py, history.py, run_checkpoints.py (`restore`).
 """
 
 from __future__ import annotations

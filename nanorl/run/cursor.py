@@ -2,7 +2,7 @@
 
     untrained -> warm_start -> before -> rl -> after -> no_tool -> done
 
-Left out: what a phase does (run.py).
+Left out: what a phase does (phases.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
 START = "start"
 """The folder, as `checkpoints`, of the checkpoint with which RL began."""
 WARMING_UP: tuple[Phase, ...] = ("untrained", "warm_start")

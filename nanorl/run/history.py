@@ -73,6 +73,17 @@ class RunHistory:
         options."""
         return [event for event in self.read() if event["event"] != "restarted"]
 
+    @property
+    def is_fork(self) -> bool:
+        """Whether the run began as a fork."""
+        events = self.read()
+        return bool(events) and events[0]["event"] == "forked"
+
+    @property
+    def first_step(self) -> int:
+        """The RL step that the run began with: a fork's is not 0."""
+        return self.read()[0]["step"] if self.is_fork else 0
+
     def original(self, option: str, now: Any) -> Any:
         """The value that an option, which is `now`, had before the first recorded change of it."""
         changes = (event["changes"] for event in self.read())

@@ -8,9 +8,8 @@ where it is damaged (continuation.py, nanoengine/state/checkpoint.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from nanoengine.state.checkpoint import lost_newest
 from nanorl.report.metrics import read_metrics
@@ -38,17 +37,12 @@ def missing_records(run: Path, cursor: Cursor, stored: Collection[int], *, first
     """A sentence for each kind of record that the run has made up to its cursor and that is not
     there. `stored` are the steps whose rollouts are or were in the store, `first` is the one that
     the run began with itself: what came before a fork is elsewhere."""
-    events = RunHistory(run).read()
+    history = RunHistory(run)
     return [
         *_missing_steps(run, cursor.rl_steps_done, stored, first=first),
-        *_missing_starts(len(events), cursor.num_starts),
-        *(_missing_evaluations(run, cursor) if not is_fork(events) else ()),
+        *_missing_starts(len(history.read()), cursor.num_starts),
+        *(_missing_evaluations(run, cursor) if not history.is_fork else ()),
     ]
-
-
-def is_fork(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run with this history began as a fork."""
-    return bool(events) and events[0]["event"] == "forked"
 
 
 def _missing_steps(run: Path, done: int, stored: Collection[int], *, first: int) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Everything that can be wrong with a user's input is found here, before any work is done. A `Parts`
 is made of the options alone, so every process of a run makes its own and they all agree.
 Left out: engines, sandboxes and agents, which are roles (nanorl/roles/), and what they then do
-(run.py).
+(phases.py).
 """
 
 from __future__ import annotations

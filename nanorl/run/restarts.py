@@ -21,7 +21,6 @@ import shlex
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint, read_cursor
@@ -30,10 +29,11 @@ from nanorl.roles.base import Roles
 from nanorl.roles.launch import make_roles
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
-from nanorl.run.cursor import PHASES, Cursor
+from nanorl.run.cursor import CHECKPOINTS, PHASES, Cursor
 from nanorl.run.history import Event
 from nanorl.run.parts import Parts
 from nanorl.run.run import Run
+from nanorl.run.state import RunState
 from nanorl.sandbox.base import SandboxFailure
 from nanosched import WorkerDied
 
@@ -50,16 +50,16 @@ class Restarts:
         self.most, self.count = most, 0
         self._furthest, self._num_in_vain = (-1, -1), 0
 
-    def allow(self, error: BaseException, run: Run) -> bool:
+    def allow(self, error: BaseException, run: RunState) -> bool:
         """Whether the run, which ends with `error`, is to begin again."""
         is_fault, is_left = isinstance(error, FAULTS), self.count < self.most
         return is_fault and is_left and self._in_vain(run) < MOST_IN_VAIN
 
-    def _in_vain(self, run: Run) -> int:
+    def _in_vain(self, run: RunState) -> int:
         """How often it has failed without getting any further, this time included."""
         return self._num_in_vain + 1 if _place(run) <= self._furthest else 1
 
-    def note(self, parts: Parts, run: Run, reason: str) -> None:
+    def note(self, parts: Parts, run: RunState, reason: str) -> None:
         """Record one. From now on the run is one that goes on."""
         self.count += 1
         self._num_in_vain = self._in_vain(run)
@@ -80,13 +80,13 @@ class Restarts:
         parts.config = replace(parts.config, resume=True)
 
 
-def _place(run: Run) -> tuple[int, int]:
+def _place(run: RunState) -> tuple[int, int]:
     return PHASES.index(run.cursor.phase), run.cursor.step
 
 
-def _checkpointed(run: Run) -> Cursor:
+def _checkpointed(run: RunState) -> Cursor:
     """Where the run goes on."""
-    newest = latest_checkpoint(run.checkpoints)
+    newest = latest_checkpoint(run.dir / CHECKPOINTS)
     if newest is None:
         return Cursor()
     steps = run.history.original("rl.steps", run.config.rl.steps)
@@ -102,7 +102,7 @@ def _told(error: Exception) -> RoleLost:
 
 def run_until_done(
     parts: Parts, first: Callable[[], Roles], title: str, run_to_end: RunToEnd
-) -> Run:
+) -> RunState:
     """Run all phases, again from the newest checkpoint where that may help. `first` gives the roles
     of the first attempt; those of every attempt are closed. Raises what ended the run."""
     restarts = Restarts(parts.config.monitor.restarts)
@@ -110,19 +110,18 @@ def run_until_done(
     with LiveView(title) as live:
         while True:
             try:
-                run = Run(parts, roles, live)
-                run.monitor.is_restarted_after = partial(restarts.allow, run=run)
+                run = Run(parts, roles, live, goes_on=restarts.allow)
                 run_to_end(run.execute())
-                return run
+                return run.state
             except FAULTS as error:
-                if not restarts.allow(error, run):
+                if not restarts.allow(error, run.state):
                     if isinstance(error, RoleLost):
                         raise
                     raise _told(error) from error
                 reason = f"{type(error).__name__}: {error}"
             finally:
                 roles.close()
-            restarts.note(parts, run, reason)
+            restarts.note(parts, run.state, reason)
             live.say(
                 f"the run failed ({reason}) and begins again from its newest checkpoint, "
                 f"restart {restarts.count} of at most {restarts.most} (--monitor.restarts)"

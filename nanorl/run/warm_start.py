@@ -13,7 +13,7 @@ that starts from random weights learns the manners of tool use quickly and copyi
 the question slowly, since few tokens of a trace show it. A drill is nothing else. Its tokens are
 uniform, not lists of numbers: text with a shape of its own offers shortcuts (which number is
 frequent, what follows a comma), and the model learns those instead.
-Left out: the steps themselves (run.py), what a trace is (tasks/teachers.py).
+Left out: the steps themselves (warm_start_phase.py), what a trace is (tasks/teachers.py).
 """
 
 from __future__ import annotations

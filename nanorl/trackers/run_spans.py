@@ -6,8 +6,9 @@
           rollouts, train, sync      what it spent its time with
             invoke_agent tool        a rollout below `rollouts`, its turns and calls below it
 
-    with spans.phase("warm start"): ...
-    spans.step(3, metrics)
+    await spans.on_phase(phase)
+    spans.rl_step(3, metrics)
+    await spans.on_phase_end(phase.title, is_whole=True)
 
 A span is sent when it has ended, so what is under way is not to be seen yet. Everything waits in
 the line of a process of its own (sending.py): a collector that is slow or away costs the run
@@ -18,25 +19,33 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanorl.agents.times import RolloutTimes
 from nanorl.options.run_config import RunConfig
 from nanorl.report.metrics import flatten_numbers
+from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
 from nanorl.trackers.sending import FINISH_S, TrackerLine, identity_of
 from nanorl.trackers.span_record import Attribute, PlayedRollouts, SpannedRun, SpanRecord
 from nanorl.types import Rollout
 from nanosched import Scheduler
+
+if TYPE_CHECKING:
+    from nanorl.trainer import StepResult
 
 _S = 1_000_000_000  # nanoseconds
 _PARTS = (("rollouts", "wait_s"), ("train", "train_s"), ("sync", "sync_s"))
 Times = Mapping[str, Sequence[RolloutTimes]]
 
 
-class RunSpans:
+async def no_times() -> Times:
+    """The times of rollouts where nobody measures them."""
+    return {}
+
+
+class RunSpans(RunObserver):
     """An async context manager around a run. Its methods return at once and never raise."""
 
     def __init__(
@@ -46,10 +55,13 @@ class RunSpans:
         *,
         say: Callable[[str], None],
         finish_s: float = FINISH_S,
+        take_times: Callable[[], Awaitable[Times]] = no_times,
     ) -> None:
+        """`take_times` gives the times of the rollouts that were played since it was last asked, by
+        their ids."""
         self.is_on = "otel" in config.log
         self._config, self._folder, self._say = config, model_folder, say
-        self._finish_s = finish_s
+        self._finish_s, self._take_times = finish_s, take_times
         self._ids = random.SystemRandom()
         self._scheduler: Scheduler | None = None
         self._line: TrackerLine | None = None
@@ -57,6 +69,7 @@ class RunSpans:
         self._root = self._new_id()
         self._phase = self._root
         self._start_ns = time.time_ns()
+        self._phase_start_ns = self._start_ns
 
     async def __aenter__(self) -> RunSpans:
         if self.is_on:
@@ -86,17 +99,27 @@ class RunSpans:
         await self._line.drain(self._finish_s)
         self._scheduler.close()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A phase of the run, to the end of the block."""
-        self._phase, start_ns = self._new_id(), time.time_ns()
-        why = "it did not come to its end"
-        try:
-            yield
-            why = ""
-        finally:
-            place, between = (self._phase, self._root), (start_ns, time.time_ns())
-            self._send(name, place, between, {"nanorl.phase": name}, error=why)
+    async def on_phase(self, phase: PhaseBegun) -> None:
+        self._phase, self._phase_start_ns = self._new_id(), time.time_ns()
+
+    async def on_phase_end(self, title: str, *, is_whole: bool) -> None:
+        place, between = (self._phase, self._root), (self._phase_start_ns, time.time_ns())
+        why = "" if is_whole else "it did not come to its end"
+        self._send(title, place, between, {"nanorl.phase": title}, error=why)
+
+    async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.step(f"step {step}", numbers)
+
+    async def on_step(self, step: StepResult) -> None:
+        parent = self.rl_step(step.step, step.metrics)
+        if self.is_on:
+            times = await self._take_times()
+            self.rollouts(attempts(step), times, step=step.step, phase="rl", parent=parent)
+
+    async def on_evaluation(self, evaluated: Evaluated) -> None:
+        if self.is_on:
+            rollouts = [rollout for _, rollout in evaluated.result.played]
+            self.rollouts(rollouts, await self._take_times(), step=0, phase=evaluated.phase)
 
     def step(
         self, name: str, metrics: Mapping[str, Any], parts: Sequence[tuple[str, str]] = ()

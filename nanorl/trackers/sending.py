@@ -1,6 +1,6 @@
 """Sends what a run measures to trackers, beside the run.
 
-    async with Trackers(config, options, say=live.say) as trackers:
+    async with Trackers(config, decode, say=live.say) as trackers:
         trackers.log(step, metrics)
 
 Each tracker has a process of its own, killable: a package that takes seconds to import, blocks on a
@@ -13,29 +13,41 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanorl.options.run_config import RunConfig, flatten
 from nanorl.report.metrics import flatten_numbers
+from nanorl.report.observer import WARM_START, Evaluated, RunObserver, attempts
 from nanorl.report.summary import write_atomically
-from nanorl.trackers.rollout_rows import RolloutRow
+from nanorl.report.trace import Decode
+from nanorl.trackers.rollout_rows import RolloutRow, rollout_rows
 from nanorl.trackers.services import SERVICES, TrackedRun, TrackerProcess
+from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, Scheduler, SchedulerError
+
+if TYPE_CHECKING:
+    from nanorl.trainer import StepResult
 
 FINISH_S = 60.0  # a busy machine needs half of it to import a tracker
 _MOST_WAITING = 512  # messages to one tracker; more are dropped, and that is a failure too
 
 
-class Trackers:
-    """An async context manager around a run. Its methods return at once and never raise."""
+class Trackers(RunObserver):
+    """An async context manager around a run. Its methods return at once and never raise. `decode`
+    should leave special tokens out."""
 
     def __init__(
-        self, config: RunConfig, *, say: Callable[[str], None], finish_s: float = FINISH_S
+        self,
+        config: RunConfig,
+        decode: Decode,
+        *,
+        say: Callable[[str], None],
+        finish_s: float = FINISH_S,
     ) -> None:
-        self._config = config
+        self._config, self._decode = config, decode
         self._say = say
         self._finish_s = finish_s
         self._scheduler: Scheduler | None = None
@@ -65,6 +77,25 @@ class Trackers:
         await asyncio.gather(*(line.drain(self._finish_s) for line in self._lines))
         if self._scheduler is not None:
             self._scheduler.close()
+
+    async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.log(step, {WARM_START: numbers})
+
+    async def on_step(self, step: StepResult) -> None:
+        self.log(step.step, step.metrics)
+        # An attempt that failed may be of a later step, where rollouts run ahead of the trainer.
+        known = (rollout for rollout in attempts(step) if rollout.task_id in step.tasks)
+        self._log_played(step.step, "rl", [(step.tasks[one.task_id], one) for one in known])
+
+    async def on_evaluation(self, evaluated: Evaluated) -> None:
+        name, result = evaluated.phase, evaluated.result
+        self.log(evaluated.step, {"evaluation": {name: result.to_json()}})
+        self._log_played(evaluated.step, name, result.played)
+
+    def _log_played(self, step: int, part: str, played: Sequence[tuple[Task, Rollout]]) -> None:
+        if self._lines:  # reading them takes a while
+            most = self._config.log_rollouts
+            self.log_rollouts(step, part, rollout_rows(played, self._decode, most=most))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """The finite numbers of `values`; those of nested ones by their path."""

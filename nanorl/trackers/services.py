@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from nanoengine.extras import missing
+from nanorl.report.observer import WARM_START
 from nanorl.trackers.rollout_rows import RolloutRow, as_columns
 
-WARM_START = "warm_start"
-"""The part of a run whose steps are counted by themselves."""
 _CLEARML_TASK = "clearml-task"  # the file with its id, in the run's folder
 # What it would watch of its own accord. A tracker's process trains nothing, and the search for a
 # repository hangs in a process that was forked from one with threads.

@@ -34,12 +34,12 @@ def test_over_dist_it_waits_for_the_next_publication_and_then_serves_that(tmp_pa
     async def scenario() -> None:
         await cluster.start()
         try:
-            await cluster.publish(0)
+            await cluster.publisher.publish(0)
             step = (SAMPLES, sft_loss, num_loss_tokens)
             await asyncio.to_thread(cluster.engine.train_step, *step)
             await cluster.scale(2)
             assert await versions() == {"replica-0": 0.0}
-            await cluster.publish(1)
+            await cluster.publisher.publish(1)
             assert await versions() == {"replica-0": 1.0, "replica-1": 1.0}
             await cluster.scale(3)  # nothing has moved since: this one catches up at once
             assert await versions() == {f"replica-{n}": 1.0 for n in range(3)}
@@ -48,7 +48,9 @@ def test_over_dist_it_waits_for_the_next_publication_and_then_serves_that(tmp_pa
 
     async def versions() -> dict[str, float]:
         """Of the replicas that take requests."""
-        beats = {name: handle.heartbeat.remote() for name, handle in cluster._serving.items()}
+        beats = {
+            name: handle.heartbeat.remote() for name, handle in cluster.publisher.serving.items()
+        }
         return {name: (await beat)["version"] for name, beat in beats.items()}
 
     try:

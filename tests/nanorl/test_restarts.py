@@ -67,7 +67,7 @@ def restarts_until_refused(most: int, places: list[tuple[str, int]], folder: Pat
     config = SimpleNamespace(rl=SimpleNamespace(steps=9))
     for number, (phase, step) in enumerate(places):
         run = run_at(phase, step)
-        run.history, run.checkpoints, run.config = RunHistory(folder), folder / "no", config
+        run.history, run.dir, run.config = RunHistory(folder), folder / "no", config
         if not restarts.allow(RoleLost("again"), run):
             return number
         parts: Any = SimpleNamespace(config=RunConfig())

@@ -1,29 +1,30 @@
 """`--log otel`: the spans of a real run, received over OTLP and decoded; no collector at all."""
 
 from __future__ import annotations
-
-import asyncio
-import gzip
-import http.server
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-from forked_runs import SMALL, RunProcess, rows
-
-pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
-
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
+from forked_runs import RunProcess
+from forked_runs import SMALL
+from forked_runs import rows
 from nanorl.agents.context import TurnTimes
 from nanorl.agents.times import RolloutTimes
 from nanorl.options.run_config import RunConfig
+from nanorl.report.observer import PhaseBegun
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.trackers.run_spans import RunSpans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from pathlib import Path
+from typing import Any
+import asyncio
+import gzip
+import http.server
+import pytest
+import threading
+import time
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
+
+
 
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
 
@@ -72,6 +73,10 @@ def collector() -> Iterator[Collector]:
 
 def attributes(span: Any) -> dict[str, Any]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def begun(title: str) -> PhaseBegun:
+    return PhaseBegun(phase="rl", title=title, total=1)
 
 
 @pytest.mark.sandbox
@@ -143,8 +148,9 @@ def test_a_collector_that_is_away_is_said_once_and_holds_nothing(
         async with RunSpans(config, folder, say=said.append) as spans:
             for step in range(50):
                 begin = time.perf_counter()
-                with spans.phase("reinforcement learning"):
-                    spans.rl_step(step, {"train_s": 0.1})
+                await spans.on_phase(begun("reinforcement learning"))
+                spans.rl_step(step, {"train_s": 0.1})
+                await spans.on_phase_end("reinforcement learning", is_whole=True)
                 slowest_s = max(slowest_s, time.perf_counter() - begin)
 
     asyncio.run(run())
@@ -157,8 +163,9 @@ def test_without_otel_nothing_is_started_or_written(tmp_path: Path) -> None:
     async def run() -> None:
         config = RunConfig(preset="tiny", out=tmp_path)
         async with RunSpans(config, tmp_path, say=print) as spans:
-            with spans.phase("warm start"):
-                spans.step("step 0", {"loss": 1.0})
+            await spans.on_phase(begun("warm start"))
+            await spans.on_warm_step(0, {"loss": 1.0})
+            await spans.on_phase_end("warm start", is_whole=True)
             times = RolloutTimes(
                 start_ns=0, end_ns=1, sequences=[[TurnTimes(start_ns=0, end_ns=1)]]
             )

@@ -179,7 +179,7 @@ def test_clearml_has_the_numbers_the_options_and_the_tables_of_a_run_and_its_res
 
     async def part(first: int) -> None:
         config = RunConfig(preset="tiny", out=out, log=("clearml",), log_project="p", seed=first)
-        async with Trackers(config, say=said.append) as trackers:
+        async with Trackers(config, str, say=said.append) as trackers:
             trackers.log(0, {"warm_start": {"loss": 2.0}})
             for step in range(first, 2):
                 trackers.log(step, {"loss": 1.0 + step, "time": {"wait_s": 0.5}})
@@ -257,7 +257,7 @@ def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
     async def run() -> None:
         nonlocal slowest_s
         async with Trackers(
-            config, say=said.append, finish_s=0.5 if project == "hangs" else 60
+            config, str, say=said.append, finish_s=0.5 if project == "hangs" else 60
         ) as t:
             for step in range(3):
                 begin = time.perf_counter()
@@ -271,7 +271,7 @@ def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
 
 def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:
     async def run() -> None:
-        async with Trackers(RunConfig(out=tmp_path), say=print) as trackers:
+        async with Trackers(RunConfig(out=tmp_path), str, say=print) as trackers:
             trackers.log(0, {"loss": 1.0})
 
     asyncio.run(run())

@@ -21,7 +21,7 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.policy import BatchPolicy
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, QueueCursor, Row, TransferQueue
-from nanorl.run.run import Run
+from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.trainer import played_before
 from nanorl.types import Branch, Task
 
@@ -244,15 +244,15 @@ def test_a_run_goes_on_with_the_groups_of_its_own_options_alone(
     journal.put(group(3))
     journal.close()
     stood = SimpleNamespace(
-        journal=None,
         dir=tmp_path,
         is_changed=is_changed,
         num_losses=num_losses,
         config=SimpleNamespace(resume=is_resumed),
+        parts=SimpleNamespace(folder=tmp_path),
     )
-    Run._open_journal(stood)  # type: ignore[arg-type]
-    assert stood.journal.indices() == kept
-    stood.journal.close()
+    checkpoints = RunCheckpoints(stood)  # type: ignore[arg-type]
+    assert checkpoints.open_journal().indices() == kept
+    checkpoints.close_journal()
 
 
 def test_a_damaged_journal_is_begun_anew(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""`EvaluationPhase`: the score on held-out tasks at one place of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from nanorl.report.observer import Evaluated, PhaseBegun
+from nanorl.report.summary import EVALUATIONS
+from nanorl.roles.collector import CollectorRole
+from nanorl.run.cursor import Phase
+from nanorl.run.evaluation import evaluate
+from nanorl.run.state import RunState
+from nanorl.types import Task
+
+
+class EvaluationPhase:
+    """Plays the first `num_tasks` held-out tasks once each, greedily; none where it is 0."""
+
+    def __init__(
+        self, state: RunState, name: Phase, num_tasks: int, *, is_tool_enabled: bool = True
+    ) -> None:
+        self._state, self._name, self._num_tasks = state, name, num_tasks
+        self._is_tool_enabled = is_tool_enabled
+
+    async def play(self) -> None:
+        if tasks := self._state.parts.tasks.heldout[: self._num_tasks]:
+            await self._evaluate(tasks)
+        self._state.cursor.next_phase()
+
+    async def _evaluate(self, tasks: Sequence[Task]) -> None:
+        state, name = self._state, self._name
+        title = f"evaluation, {EVALUATIONS[name]}"
+        play = partial(
+            state.roles.collector.call,
+            CollectorRole.play_task,
+            is_tool_enabled=self._is_tool_enabled,
+        )
+        start = time.perf_counter()
+        async with state.timed(PhaseBegun(phase=name, title=title, total=len(tasks), num_lines=4)):
+            result = await evaluate(
+                play,
+                tasks,
+                name=name,
+                on_rollout=lambda _: state.observers.on_progress(title, {}),
+            )
+        seconds, cursor = time.perf_counter() - start, state.cursor
+        cursor.results[name] = result.to_json()
+        await state.observers.on_evaluation(
+            Evaluated(phase=name, step=cursor.rl_steps_done, seconds=seconds, result=result)
+        )

@@ -1,0 +1,137 @@
+"""What a run leaves behind at its end: summary.json, the model's card and report.html."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanorl.cards.model_card import write_cards
+from nanorl.cards.model_source import model_source
+from nanorl.envs.run_kind import runs_programs
+from nanorl.report.examples import collect_examples, rates_by_stage
+from nanorl.report.html import write_report
+from nanorl.report.metrics import read_metrics
+from nanorl.report.summary import build_summary, git_commit, write_summary
+from nanorl.run.missing_records import METRICS, missing_records
+from nanorl.run.parts import num_threads
+from nanorl.run.state import RunState
+from nanorl.store import RolloutStore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_outcome(run: RunState) -> dict[str, Any]:
+    """Write everything; returns the summary."""
+    run.note_time()
+    with RolloutStore(run.config.store_address) as store:
+        stored = store.steps()
+        rates = rates_by_stage(store.entries())
+        examples = collect_examples(run.dir, store)
+    summary = summarise(run)
+    if missing := missing_records(run.dir, run.cursor, stored, first=run.history.first_step):
+        summary["missing"] = missing
+    write_summary(run.dir / "summary.json", summary)
+    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
+    write_report(
+        run.dir / "report.html",
+        config=run.config.to_json(),
+        summary=summary,
+        metrics_rows=read_metrics(run.dir / METRICS),
+        examples=examples,
+        training_rates=rates,
+        decode=run.parts.tokenizer.decode,
+    )
+    return summary
+
+
+def summarise(run: RunState) -> dict[str, Any]:
+    """The fields of the contract (DESIGN: summary.json) and where they come from."""
+    # Without a warm start RL begins with the weights of the untrained model.
+    first = "untrained" if run.config.warm_start.steps else "before"
+    return build_summary(_measured(run, first), _about(run, first))
+
+
+def _measured(run: RunState, first: str) -> dict[str, Any]:
+    """The required fields. `first` names the evaluation of the untrained model."""
+    config, totals, results = run.config, run.cursor.totals, run.cursor.results
+
+    def success(name: str) -> float | None:
+        return results[name]["success"] if name in results else None
+
+    return {
+        "preset": config.preset,
+        "seed": config.seed,
+        "steps": config.rl.steps,
+        "wall_s": totals.get("wall_s", 0.0),
+        "heldout_success_before": success("before"),
+        "heldout_success_after": success("after"),
+        "heldout_n": results["after"]["num_tasks"] if "after" in results else 0,
+        "heldout_success_untrained": success(first),
+        "heldout_success_no_tool": success("no_tool"),
+        "dtype": config.dtype,
+        "logp_gap_max": totals.get("logp_gap_max"),
+        "logp_gap_mean": _ratio(totals, "logp_gap_sum", "logp_gap_tokens"),
+        "tokens_per_s_rollout": _ratio(totals, "rollout_tokens", "rollout_s"),
+        "tokens_per_s_train": _ratio(totals, "train_tokens", "train_s"),
+        "num_rollouts": int(totals.get("num_rollouts", 0)),
+        "num_failed_rollouts": int(totals.get("num_failed_rollouts", 0)),
+        "peak_rss_bytes": int(totals.get("peak_rss_bytes", 0)),
+        "git_commit": git_commit(ROOT) or "unknown",
+    }
+
+
+def _about(run: RunState, first: str) -> dict[str, Any]:
+    """The other fields: details of the evaluations, the model, the machine and the history."""
+    config, totals, results = run.config, run.cursor.totals, run.cursor.results
+    phase = run.cursor.phase
+    return {
+        "per_type": per_type(results),
+        "phase_wall_s": {
+            name.removeprefix("phase_s."): value
+            for name, value in totals.items()
+            if name.startswith("phase_s.")
+        },
+        "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
+        "logp_gap_share": _ratio(totals, "logp_gap_tokens", "rollout_tokens") or 0.0,
+        "warm_start_steps": config.warm_start.steps,
+        "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
+        "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
+        "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
+        "model": config.model or config.preset,
+        "model_source": model_source(config, run.parts.folder).text,
+        "num_parameters": run.parts.num_parameters,
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "threads": num_threads(config),
+        "command": " ".join(sys.argv),
+        "torch_version": str(torch.__version__),
+        "sandbox": config.tool.sandbox if runs_programs(config, run.parts.kind) else "none",
+        "history": run.history.read(),
+        "status": "finished" if phase == "done" else f"stopped in phase {phase}",
+    }
+
+
+def _ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float | None:
+    below = totals.get(denominator, 0.0)
+    return totals.get(numerator, 0.0) / below if below else None
+
+
+def per_type(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Success by task type in every evaluation, and of how many tasks; `n` is of the one after
+    RL."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        for kind, (solved, played) in result["per_kind"].items():
+            row = table.setdefault(kind, {})
+            row[name] = solved / played
+            row[f"n_{name}"] = played
+            if name == "after" or "n" not in row:
+                row["n"] = played
+    return dict(sorted(table.items()))

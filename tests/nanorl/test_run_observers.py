@@ -1,0 +1,168 @@
+"""Observers of a run are told of everything, in the order on which going on depends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanorl
+from nanoengine.state.checkpoint import list_checkpoints, read_cursor
+from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver
+from nanorl.run import state
+from nanorl.run.observers import Observers, make_observers
+from nanorl.trainer import StepResult
+
+OPTIONS = {
+    **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "save_every": 1},
+    **{"warm_start.steps": 2, "warm_start.traces_per_step": 1},
+    **{"rl.group_size": 2, "rl.algorithm.advantage": "reinforce_pp", "agent.max_turn_tokens": 4},
+    "evaluation": {"num_tasks": 2, "num_tasks_untrained": 1, "num_tasks_no_tool": 1},
+}
+RL = "reinforcement learning"
+pytestmark = pytest.mark.xdist_group("heavy")
+
+
+class Say(nanorl.Env):
+    def tasks(self, rng: Any) -> nanorl.Task:
+        return nanorl.Task(f"say {rng.randint(0, 99)}", answer="x")
+
+    def teacher(self, observations: list[str], rng: Any) -> str:
+        return "x"
+
+
+class Witness(RunObserver):
+    """Notes every event, and what of a step was on the disk when it was told of it."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.events: list[str] = []
+        self.kept: dict[str, dict[str, bool]] = {}
+
+    async def __aenter__(self) -> Witness:
+        self.events.append("begin")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.events.append("end")
+
+    async def on_restore(self, first_step: int) -> None:
+        self.events.append(f"restore {first_step}")
+
+    async def on_phase(self, phase: PhaseBegun) -> None:
+        self.events.append(f"phase {phase.phase}, {phase.num_done} of {phase.total}")
+
+    def on_progress(self, title: str, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"progress of {title}")
+
+    async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.events.append(f"warm step {step}")
+
+    async def on_evaluation(self, evaluated: Evaluated) -> None:
+        self.events.append(f"evaluated {evaluated.phase} at {evaluated.step}")
+
+    async def on_step(self, step: StepResult) -> None:
+        self._look(f"step {step.step}", step.step)
+
+    async def on_step_kept(self, step: StepResult) -> None:
+        self._look(f"step {step.step} kept", step.step)
+
+    async def on_phase_end(self, title: str, *, is_whole: bool) -> None:
+        self.events.append(f"end of {title}" if is_whole else f"{title} broken off")
+
+    def _look(self, event: str, step: int) -> None:
+        self.events.append(event)
+        rows = (self.run / "metrics.jsonl").read_text().splitlines()
+        with sqlite3.connect(self.run / "rollouts.sqlite") as store:
+            [[stored]] = store.execute("select count(*) from rollouts where step = ?", [step])
+            names = [name for (name,) in store.execute("select name from facts")]
+        saved = [read_cursor(one) for one in list_checkpoints(self.run / "checkpoints")]
+        self.kept[event] = {
+            "rollouts": stored == 2,
+            "row": any(json.loads(row)["step"] == step for row in rows),
+            "weights": f"weights/{step + 1}" in names,
+            "checkpoint": any((one["phase"], one["step"]) == ("rl", step + 1) for one in saved),
+        }
+
+
+@pytest.fixture
+def witnesses(monkeypatch: pytest.MonkeyPatch) -> list[Witness]:
+    """The first and the last line of the table of every run that is made from here on."""
+    found: list[Witness] = []
+
+    def with_witnesses(parts: Any, *others: Any) -> list[RunObserver]:
+        first, last = (Witness(parts.config.run_dir) for _ in range(2))
+        found.extend((first, last))
+        return [first, *make_observers(parts, *others), last]
+
+    monkeypatch.setattr(state, "make_observers", with_witnesses)
+    return found
+
+
+def test_an_observer_of_the_table_is_told_of_every_event_of_a_run(
+    tmp_path: Path, witnesses: list[Witness]
+) -> None:
+    nanorl.train("tiny", env=Say, steps=2, out=tmp_path / "run", options=OPTIONS)
+    first, last = witnesses
+    assert first.events == last.events == [
+        "begin",
+        *("phase untrained, 0 of 1", "progress of evaluation, untrained"),
+        *("end of evaluation, untrained", "evaluated untrained at 0"),
+        *("phase warm_start, 0 of 2", "warm step 0", "progress of warm start"),
+        *("warm step 1", "progress of warm start", "end of warm start"),
+        *("phase before, 0 of 2", *2 * ["progress of evaluation, before RL"]),
+        *("end of evaluation, before RL", "evaluated before at 0"),
+        *("phase rl, 0 of 2", "step 0", "step 0 kept", "step 1", "step 1 kept", f"end of {RL}"),
+        *("phase after, 0 of 2", *2 * ["progress of evaluation, after RL"]),
+        *("end of evaluation, after RL", "evaluated after at 2"),
+        "end",
+    ]  # fmt: skip
+    nothing = dict.fromkeys(("rollouts", "row", "weights", "checkpoint"), False)
+    recorded = dict.fromkeys(nothing, True) | {"checkpoint": False}
+    assert first.kept["step 0"] == nothing
+    assert last.kept["step 0"] == recorded
+    assert first.kept["step 0 kept"] == dict.fromkeys(nothing, True)
+    assert last.kept["step 1 kept"] == recorded  # the last step's is made at the end of the phase
+
+
+def test_a_run_that_goes_on_tells_from_where_before_its_phase_begins(
+    tmp_path: Path, witnesses: list[Witness]
+) -> None:
+    nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=OPTIONS)
+    again = {"rl.steps": 2, "resume": True}
+    nanorl.train(env=Say, out=tmp_path / "run", options=again)
+    assert witnesses[-1].events[:4] == ["begin", "restore 1", "phase rl, 1 of 2", "step 1"]
+
+
+def test_a_phase_that_fails_is_told_as_broken_off_and_the_run_as_ended(
+    tmp_path: Path, witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(self: Witness, step: StepResult) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Witness, "on_step", full)
+    with pytest.raises(OSError, match="No space left"):
+        nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=OPTIONS)
+    for witness in witnesses:
+        assert witness.events[-2:] == [f"{RL} broken off", "end"]
+
+
+def test_observers_that_have_begun_end_where_another_refuses(tmp_path: Path) -> None:
+    class Refuses(RunObserver):
+        async def __aenter__(self) -> Refuses:
+            raise ValueError("no")
+
+    before, after = Witness(tmp_path), Witness(tmp_path)
+
+    async def run() -> None:
+        async with Observers([before, Refuses(), after]):
+            pass
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(run())
+    assert before.events == ["begin", "end"] and not after.events
