@@ -77,6 +77,7 @@ class CodeKind:
         return self.family.tasks(seed)
 
     def open(self, services: Services) -> Environment:
+        # The tool has no state, so all episodes share the one object.
         return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
