@@ -2,7 +2,7 @@
 
 What a reward cannot say is never zero: None, an exception, NaN and results of another kind are the
 infrastructure's failure, and the rollout is played again.
-Left out: plain functions as rewards (function.py), and how a total becomes an advantage
+Left out: plain functions as rewards (function_reward.py), and how a total becomes an advantage
 (nanorl.algorithms). Next: rule.py, the plainest of those that come along.
 """
 
