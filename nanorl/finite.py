@@ -25,6 +25,7 @@ turns are added."""
 
 def unusable(rollout: Rollout) -> str:
     """What of a rollout's rewards and metrics cannot be trained on; empty where all can."""
+    # The first one is enough, and a good rollout is the usual case: nothing is collected.
     return next(_faults(rollout), "")
 
 
@@ -55,6 +56,7 @@ def _faults(rollout: Rollout) -> Iterator[str]:
 
 def check_rollout(rollout: Rollout) -> None:
     """`ValueError` names a rollout whose rewards, metrics or log-probs cannot be trained on."""
+    # A second look: rollouts also come from servers and from stores of other runs.
     if fault := unusable(rollout):
         raise ValueError(f"rollout {rollout.rollout_id}: {fault}")
     check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")

@@ -110,6 +110,7 @@ def find_calls(text: str, parser: WalkingParser) -> list[Place]:
     while (mark := pattern.search(text, place)) is not None:
         if (closing := REASONING.get(mark.group())) is not None:
             end = text.find(closing, mark.end())
+            # Reasoning that was not closed was cut off: no call can follow it.
             if end < 0:
                 break
             place = end + len(closing)
@@ -118,6 +119,7 @@ def find_calls(text: str, parser: WalkingParser) -> list[Place]:
             place, num_calls = mark.end(), 0
         else:
             one, place = parser.read_one(text, mark)
+            # A model that repeats itself writes thousands of calls; each would be a program.
             num_read = min(len(one), MAX_CALLS - num_calls)
             if num_read < len(one):
                 return [*found, (mark.start(), len(text), [*one[:num_read], too_many()])]

@@ -21,6 +21,7 @@ TAIL = 8
 
 def opened_reasoning(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
     """The mark of reasoning that a prompt ends with, which the turn goes on from; or empty."""
+    # Of a few tokens: a prompt may be long, and this is asked after every turn.
     end = tokenizer.decode(prompt[-TAIL:]).rstrip()
     return next((mark for mark in REASONING if end.endswith(mark)), "")
 
@@ -31,6 +32,7 @@ def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
     mark = opened or (begun[1] if begun else "")
     if not mark:
         return "", text
+    # A turn may repeat the mark that its prompt has opened.
     start = begun.end() if begun is not None and begun[1] == mark else 0
     reasoning, _, said = text[start:].partition(REASONING[mark])
     return reasoning.strip(), said.lstrip()
