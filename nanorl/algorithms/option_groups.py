@@ -1,6 +1,6 @@
 """The options of `--rl.algorithm` by their owners: what each may be, and who acts for it.
 
-Each group is a record of its own beside the base, `GRPO`. `check` refuses what it cannot be, and
+Each group is a record of its own beside GRPO's. `check` refuses what it cannot be, and
 `modifier` names the class that acts for it in the stages of a batch ("module:class", empty where
 the option is off). Nothing here imports torch: options are read before anything is computed.
 Next: spec.py, which puts the groups together.
@@ -15,8 +15,8 @@ from inspect import isfunction
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from nanorl.algorithms.modifier import Modified
 from nanorl.bounds import check_number
-from nanorl.grpo import GRPO
 from nanorl.plugins import load_object
 
 Advantage = Literal[
@@ -117,7 +117,7 @@ def check_own(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionGroup(GRPO):
+class OptionGroup(Modified):
     """The options of one owner; here none."""
 
     def check(self) -> None:

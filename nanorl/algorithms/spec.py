@@ -14,11 +14,13 @@ The recipes that have a name (`--algorithm gspo`) are in recipes.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import get_args
 
 from nanorl.algorithms import option_groups as groups
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.option_groups import (
     AGGREGATIONS,
     CLIPS,
@@ -33,7 +35,7 @@ from nanorl.algorithms.option_groups import (
     is_own,
 )
 from nanorl.bounds import check_number
-from nanorl.grpo import Modifier, resolved
+from nanorl.grpo import GRPO
 
 COMPARES_MEMBERS = tuple(
     name for name in get_args(Advantage) if name not in ("reinforce_pp", "gae", "none")
@@ -101,7 +103,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def modifiers(self) -> tuple[Modifier, ...]:
         """What acts in the stages of a batch, in the order of the options."""
         paths = [owner.modifier(self) for owner in self._owners("modifier")]
-        return tuple(resolved(path)(self) for path in paths if path)
+        return tuple(resolve_name(path)(self) for path in paths if path)
 
     @cached_property
     def clip(self) -> tuple[float, float]:
@@ -134,6 +136,15 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def is_foreseeable(self) -> bool:
         """False for a loss of the user's own, which is called once."""
         return not is_own(self.loss)
+
+    @cached_property
+    def acting(self) -> GRPO:
+        """GRPO itself where these options ask for nothing else, or this record."""
+        parts = (self.advantage, self.loss, self.aggregation, self.old_policy)
+        is_grpo = parts == ("grpo", "ppo", "token_mean", "recomputed")
+        if self.modifiers or not is_grpo or self.resolved_correction != "tis":
+            return self
+        return GRPO(**{one.name: getattr(self, one.name) for one in fields(GRPO)})
 
     # What a run has to open, and to refuse.
 

@@ -143,7 +143,6 @@ class ScoredLearner(Learner):
             version=self.version,
             scoring=self._scoring(known),
             num_minibatches=options.minibatches,
-            scaffold=self.scorers.scaffold,
         )
 
     def _learn(self, batch: TrainBatch) -> dict[str, Any]:
@@ -189,6 +188,7 @@ class ScoredLearner(Learner):
             if spec.loss == "opd_topk"
             else None,
             values=None if critic is None else critic.values,
+            scaffold=self.scorers.scaffold,
             known={} if known is None else known,
         )
 
@@ -238,7 +238,7 @@ def choose_learner(
     asks_policy = not options.is_exact or spec.needs_sharp_logp or spec.has_hindsight
     asks_models = reference is not None or critic is not None
     if not (asks_policy or asks_models or spec.observation_coef):
-        return partial(Learner, options, **parts)
+        return partial(Learner, replace(options, algorithm=spec.acting), **parts)
     scorers = Scorers(
         reference=reference,
         critic=critic,
