@@ -2,7 +2,7 @@
 
 Groups are found by `group_ids`, never by position: a batch may be shuffled, and groups may differ
 in size. Suffixes: R rollouts, S token sequences, T packed tokens.
-Left out: all other estimators (algorithms/catalog.py).
+Left out: all other estimators (algorithms/registry.py).
 """
 
 from __future__ import annotations

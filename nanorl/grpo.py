@@ -59,14 +59,16 @@ _PARTS: Mapping[tuple[str, str], str] = MappingProxyType(
 @cache
 def part(kind: str, name: str) -> Any:
     """What an option of `GRPO` names: here the parts of GRPO, the others are in a catalog."""
-    path = _PARTS.get((kind, name)) or resolve_name("nanorl.algorithms.catalog:path_of")(kind, name)
+    path = _PARTS.get((kind, name)) or resolve_name("nanorl.algorithms.registry:path_of")(
+        kind, name
+    )
     return resolve_name(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
     """Holds what decides a gradient, given rollouts. `algorithms.spec.AlgorithmSpec` has all other
-    options too, and algorithms/catalog.py every name.
+    options too, algorithms/registry.py all names.
 
     GRPO(clip_high=0.28, dual_clip=None)
     """
@@ -176,7 +178,7 @@ class AdvantageBatch:
         )
 
     Below `rollout_ids_S` stands what other algorithms read: log-probs and values of [T], parts of
-    the reward ([R] each), rewards of turns (`algorithms.turns.Turns`).
+    the reward ([R] each), rewards of turns (`algorithms.turn_rewards.Turns`).
     """
 
     reward_R: Tensor
@@ -243,7 +245,7 @@ class LossBatch:
 
 
 class Scorer(Protocol):
-    """Models that say something of a batch before its advantages (`algorithms.scoring.Scoring`)."""
+    """Models that say something of a batch before its advantages (algorithms/batch_scoring.py)."""
 
     def apply(self, spec: Any, rollouts: Sequence[Rollout], samples: list[Sample]) -> list[Sample]:
         """The samples with more fields: old log-probs, those of a reference, values."""

@@ -12,7 +12,7 @@ engines. A NaN stays a NaN, so that the loss is refused: a comparison alone woul
 rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), TIS (fengyao.notion.site/off-policy-rl), k3
 (schulman.me/kl-approx).
-Left out: other losses and corrections (algorithms/catalog.py).
+Left out: other losses and corrections (algorithms/registry.py).
 """
 
 from __future__ import annotations

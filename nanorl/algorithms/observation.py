@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample
+from nanorl.algorithms.batch_scoring import Scoring, SpeechMask
 from nanorl.algorithms.modifier import Modifier
-from nanorl.algorithms.scoring import Scoring, SpeechMask
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.fields import Field

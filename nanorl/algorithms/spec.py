@@ -22,9 +22,6 @@ from typing import get_args
 from nanorl.algorithms import option_groups as groups
 from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.option_groups import (
-    AGGREGATIONS,
-    CLIPS,
-    DISTILLS,
     Advantage,
     Aggregation,
     Correction,
@@ -35,12 +32,8 @@ from nanorl.algorithms.option_groups import (
     is_own,
 )
 from nanorl.bounds import check_number
+from nanorl.fields import Field
 from nanorl.grpo import GRPO
-
-COMPARES_MEMBERS = tuple(
-    name for name in get_args(Advantage) if name not in ("reinforce_pp", "gae", "none")
-)
-"""Advantages of a rollout against the others of its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +79,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def __post_init__(self) -> None:
         check_own("advantage", self.advantage, get_args(Advantage))
         check_own("loss", self.loss, get_args(Loss))
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("correction", self.correction, get_args(Correction))
         check_choice("old_policy", self.old_policy, get_args(OldPolicy))
         _check_grpo(self)
@@ -108,7 +101,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @cached_property
     def clip(self) -> tuple[float, float]:
         """(clip_low, clip_high), those of the loss where none are given."""
-        low, high = CLIPS.get(self.loss, (0.2, 0.2))
+        low, high = self.loss_part.clip
         return (
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
@@ -117,7 +110,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @cached_property
     def weighs_by_itself(self) -> bool:
         """True if the ratio of the loss is against μ already, so that w must not come in again."""
-        return self.old_policy == "rollout" or self.loss in ("decoupled_ppo", "opd")
+        return self.old_policy == "rollout" or self.loss_part.is_against_sampler
 
     @cached_property
     def resolved_correction(self) -> str:
@@ -130,7 +123,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def is_proportional(self) -> bool:
         """True if a sample whose advantages are all 0 has a gradient of exactly 0."""
         terms = (self.kl_coef, self.entropy_coef, self.distill_coef, self.observation_coef)
-        return self.loss not in (*DISTILLS, "kl_cov") and self.is_foreseeable and not any(terms)
+        return self.loss_part.is_proportional and not any(terms)
 
     @cached_property
     def is_foreseeable(self) -> bool:
@@ -151,20 +144,20 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def answers_for_staleness(self) -> bool:
         """True if tokens that another policy sampled are weighed, clipped or rejected for it."""
-        has_ratio = self.weighs_by_itself and self.loss != "reinforce"
+        has_ratio = self.weighs_by_itself and self.loss_part.has_ratio
         return has_ratio or self.resolved_correction != "none"
 
     @property
     def compares_members(self) -> bool:
         """True if a group of one rollout has nothing to learn from."""
-        is_of_group = self.turn_peers == "group" and self.advantage in COMPARES_MEMBERS
+        is_of_group = self.turn_peers == "group" and self.advantage_part.compares_members
         return is_of_group or self.needs_success or self.dynamic_sampling
 
     @property
     def needs_reference(self) -> bool:
         """True if there is a reference (or teacher) policy, whoever reads what of it."""
-        is_own = self.has_hindsight and self.hindsight_teacher == "policy"
-        return self.needs_ref_logp or (self.loss in DISTILLS and not is_own)
+        is_policy = self.has_hindsight and self.hindsight_teacher == "policy"
+        return self.needs_ref_logp or (self.loss_part.is_distillation and not is_policy)
 
     @property
     def needs_ref_logp(self) -> bool:
@@ -175,7 +168,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def needs_critic(self) -> bool:
         """True if the advantages read a critic's values."""
-        return self.advantage == "gae"
+        return self.advantage_part.reads == Field.VALUE
 
     @property
     def needs_old_logp(self) -> bool:
@@ -186,7 +179,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def needs_sharp_logp(self) -> bool:
         """True if the advantages read the old policy's log-probs at half the temperature."""
-        return self.advantage == "otb"
+        return self.advantage_part.reads == Field.SHARP_LOGP
 
 
 def _check_grpo(spec: AlgorithmSpec) -> None:
@@ -226,7 +219,7 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             f"correction={spec.correction!r} would apply it twice; set correction='none'"
         )
     terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef, spec.observation_coef)
-    if spec.advantage == "none" and spec.loss not in DISTILLS and not any(terms):
+    if spec.advantage == "none" and not spec.loss_part.is_distillation and not any(terms):
         raise ValueError(
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
             "distill_coef, kl_coef, entropy_coef or observation_coef"

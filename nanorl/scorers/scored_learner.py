@@ -2,7 +2,7 @@
 the policy's own log-probs of stale tokens.
 
 `make_learner` chooses between it and the plain one (nanorl/learner.py) by what a run has.
-Next: algorithms/scoring.py, `Scoring`.
+Next: algorithms/batch_scoring.py, `Scoring`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
-from nanorl.algorithms.scoring import Scoring, score_group
+from nanorl.algorithms.batch_scoring import Scoring, score_group
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.config import RunConfig

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanoengine.engine import LossFn
 from nanoengine.packing import MicroBatch, Sample
-from nanorl.algorithms.catalog import LOSSES
+from nanorl.algorithms.registry import LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.grpo import LossBatch
 from nanorl.policy_loss import make_loss

@@ -11,9 +11,9 @@ from torch import Tensor
 from nanorl import policy_loss
 from nanorl.algorithms import corrections, distillation, divergences, losses
 from nanorl.algorithms.aggregation import token_weights
-from nanorl.algorithms.catalog import CORRECTIONS, LOSSES
 from nanorl.algorithms.option_groups import Correction, Loss
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.registry import CORRECTIONS, LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import per_action_token
 from nanorl.grpo import LossBatch

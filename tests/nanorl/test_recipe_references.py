@@ -17,9 +17,9 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms import corrections, divergences, dppo, old_policy
 from nanorl.algorithms.advantages import gdpo, opo
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.covariance import choose_by_covariance
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
 from nanorl.batch_metrics import action_mask
