@@ -40,17 +40,8 @@ def batch_metrics(rollouts: Sequence[Rollout], spec: GRPO) -> dict[str, float]:
 
 def with_signal(rollouts: Sequence[Rollout], spec: GRPO) -> list[Rollout]:
     """Keep the rollouts of groups whose members earned unlike rewards."""
-    keep_R = has_signal([earned(spec, r) for r in rollouts], [r.group_id for r in rollouts])
+    keep_R = has_signal([spec.earned(r) for r in rollouts], [r.group_id for r in rollouts])
     return [r for r, keep in zip(rollouts, keep_R, strict=True) if keep]
-
-
-def earned(spec: GRPO, rollout: Rollout) -> Hashable:
-    """What a rollout earned, as `spec` tells it from what others did: what is compared is what the
-    advantages compare."""
-    for modifier in spec.modifiers:
-        if (thing := modifier.earned(rollout)) is not None:
-            return thing
-    return rollout.total_reward
 
 
 def has_signal(things: Sequence[Hashable], group_ids: Sequence[Hashable]) -> list[bool]:

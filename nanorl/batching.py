@@ -15,10 +15,9 @@ Suffixes: R rollouts, S samples (their sequences), T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +27,12 @@ from nanorl.batch_metrics import batch_metrics, staleness_metrics
 from nanorl.fields import ALWAYS, Field
 from nanorl.finite import check_rollout
 from nanorl.group_advantage import compute_advantages
-from nanorl.grpo import GRPO, AdvantageBatch, OwnedSample, SpeechMask, resolved
+from nanorl.grpo import GRPO, AdvantageBatch, OwnedSample, Scorer, part
 from nanorl.policy_loss import PolicyLoss
 from nanorl.types import Rollout, TokenStats, kind_of
 
 Weigher = Callable[[GRPO, Sequence[Rollout], AdvantageBatch, Tensor], Tensor]
 """(spec, rollouts, batch, [T] which tokens are of a minibatch) -> the weights of those."""
-
-_OF_ROLLOUTS = "nanorl.algorithms.aggregation:weights_of_minibatch"
-AGGREGATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "token_mean": "nanorl.batching:token_mean",
-        "seq_mean_token_mean": _OF_ROLLOUTS,
-        "seq_mean_token_sum": _OF_ROLLOUTS,
-        "constant": _OF_ROLLOUTS,
-        "prompt_mean": _OF_ROLLOUTS,
-    }
-)
-"""The `Weigher` of each name of `GRPO.aggregation`."""
 
 
 @dataclass(kw_only=True)
@@ -77,14 +64,6 @@ class TrainBatch:
         return [found[minibatch] for minibatch in sorted(found)]
 
 
-class Scorer(Protocol):
-    """Models that say something of a batch before its advantages (`algorithms.scoring.Scoring`)."""
-
-    def apply(self, spec: GRPO, rollouts: Sequence[Rollout], samples: list[Sample]) -> list[Sample]:
-        """The samples with more fields: old log-probs, those of a reference, values."""
-        ...
-
-
 def build_batch(
     groups: Sequence[Sequence[Rollout]],
     spec: GRPO,
@@ -93,15 +72,13 @@ def build_batch(
     version: int,
     scoring: Scorer | None = None,
     num_minibatches: int = 1,
-    scaffold: SpeechMask | None = None,
 ) -> TrainBatch:
     """Samples with advantages and weights, one for each sequence of each rollout. A rollout without
     an action token counts among the others of its group and batch, and carries no gradient itself.
 
     `max_tokens` is the length limit of a sequence (the overlong penalty ends there), `version` the
     policy that will be updated. Advantages are of the whole batch; each of `num_minibatches`, whole
-    rollouts in their order, has weights of its own. `scaffold` tells what an environment said from
-    what the chat template put around it (ECHO); without it all counts that follows a turn.
+    rollouts in their order, has weights of its own. `scoring` asks other models.
     `ValueError` names a rollout whose rewards, metrics, log-probs or advantages are not finite.
     """
     rollouts = [rollout for group in groups for rollout in group]
@@ -109,8 +86,7 @@ def build_batch(
     for rollout in rollouts:
         check_rollout(rollout)
     probe = _first_group(rollouts, version)
-    for modifier in spec.modifiers:
-        rollouts = modifier.select(rollouts, metrics)
+    rollouts = spec.select(rollouts, metrics)
     split_R = minibatch_of_rollouts(rollouts, num_minibatches)
     samples = samples_of(rollouts, version)
     if scoring is not None and rollouts:
@@ -128,8 +104,7 @@ def build_batch(
     trained = [one.sample for one in owned]
     metrics["num_trained_rollouts"] = float(len({one.place[0] for one in owned}))
     metrics["trained_tokens"] = float(sum(sum(sample.loss_mask) for sample in trained))
-    for modifier in spec.modifiers:
-        owned = modifier.finish(rollouts, owned, scaffold, metrics)
+    owned = spec.finish(rollouts, owned, scoring, metrics)
     return TrainBatch(
         samples=[one.sample for one in owned],
         critic_samples=critic_samples,
@@ -184,9 +159,7 @@ def _with_advantages(
     split_R: Sequence[int],
 ) -> list[Sample]:
     """The samples with what the loss reads."""
-    batch = _advantage_batch(rollouts, samples)
-    for modifier in spec.modifiers:
-        batch = modifier.reward(rollouts, batch, max_tokens)
+    batch = spec.reward(rollouts, _advantage_batch(rollouts, samples), max_tokens)
     advantage_T, return_T = compute_advantages(spec, batch)
     _check_advantages(rollouts, spec, batch, advantage_T)
     weight_T = token_weights(rollouts, spec, batch, split_R)
@@ -194,8 +167,7 @@ def _with_advantages(
     samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
     if return_T is not None:
         samples = with_field(samples, Field.RETURN, return_T.split(lengths))
-    for modifier in spec.modifiers:
-        samples = modifier.mark(samples, batch, advantage_T)
+    samples = spec.mark(samples, batch, advantage_T)
     return with_field(samples, Field.WEIGHT, weight_T.split(lengths))
 
 
@@ -247,7 +219,7 @@ def token_weights(
     """[T] fp32, 0 outside the mask: the loss is `Σ weight·token_loss`. Those of each minibatch are
     over that minibatch, before it is split into micro-batches or over ranks, so that the gradient
     does not depend on the split; a mean of means would."""
-    weigh: Weigher = resolved(AGGREGATIONS[spec.aggregation])
+    weigh: Weigher = part("aggregation", spec.aggregation)
     weight_T = torch.zeros_like(batch.mask_T)
     minibatch_T = torch.tensor(split_R)[batch.rollout_of_token]
     for minibatch in minibatch_T.unique():

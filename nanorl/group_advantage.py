@@ -2,19 +2,18 @@
 
 Groups are found by `group_ids`, never by position: a batch may be shuffled, and groups may differ
 in size. Suffixes: R rollouts, S token sequences, T packed tokens.
-Left out: all other estimators (algorithms/), which the table names.
+Left out: all other estimators (algorithms/registry.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanorl.grpo import GRPO, AdvantageBatch, GroupEstimator, resolved
+from nanorl.grpo import GRPO, AdvantageBatch, GroupEstimator, part
 
 DELTA = 1e-6
 """What keeps a division from 0."""
@@ -22,33 +21,12 @@ DELTA = 1e-6
 Estimator = Callable[[GRPO, AdvantageBatch], tuple[Tensor, Tensor | None]]
 """(spec, batch) -> ([T] advantages, [T] returns, the targets of a critic, or None)."""
 
-ADVANTAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "grpo": "nanorl.group_advantage:of_groups",
-        "dr_grpo": "nanorl.algorithms.advantages:DR_GRPO",
-        "rloo": "nanorl.algorithms.advantages:RLOO",
-        "maxrl": "nanorl.algorithms.advantages:MAXRL",
-        "opo": "nanorl.algorithms.advantages:opo_of_batch",
-        "gdpo": "nanorl.algorithms.advantages:gdpo_of_batch",
-        "otb": "nanorl.algorithms.token_baseline:otb_of_batch",
-        "hgpo": "nanorl.algorithms.hierarchical:hgpo_of_batch",
-        "reinforce_pp": "nanorl.algorithms.returns:reinforce_pp_of_batch",
-        "reinforce_pp_baseline": "nanorl.algorithms.returns:reinforce_pp_baseline_of_batch",
-        "gae": "nanorl.algorithms.returns:gae_of_batch",
-        "none": "nanorl.algorithms.advantages:none_of_batch",
-    }
-)
-"""The `Estimator` of each name of `GRPO.advantage`; any other is a function of the user's."""
-
 
 def compute_advantages(spec: GRPO, batch: AdvantageBatch) -> tuple[Tensor, Tensor | None]:
     """`(advantage_T, return_T)`; returns (the critic's targets) only for "gae"."""
-    path = ADVANTAGES.get(spec.advantage, "nanorl.algorithms.own:own_of_batch")
-    estimate: Estimator = resolved(path)
+    estimate: Estimator = part("advantage", spec.advantage)
     advantage_T, return_T = estimate(spec, batch)
-    for modifier in spec.modifiers:
-        advantage_T = modifier.advantages(batch, advantage_T)
-    return advantage_T, return_T
+    return spec.advantages(batch, advantage_T), return_T
 
 
 def of_groups(spec: GRPO, batch: AdvantageBatch) -> tuple[Tensor, None]:
@@ -57,11 +35,10 @@ def of_groups(spec: GRPO, batch: AdvantageBatch) -> tuple[Tensor, None]:
 
 
 def compare(estimator: GroupEstimator, spec: GRPO, batch: AdvantageBatch) -> Tensor:
-    """[T] What the estimator says of whole rollouts, or of what a modifier compares in their place,
-    on their action tokens."""
-    for modifier in spec.modifiers:
-        if (compared_T := modifier.compare(estimator, batch)) is not None:
-            return compared_T
+    """[T] What the estimator says of whole rollouts, or of what the spec compares instead, on their
+    action tokens."""
+    if (compared_T := spec.compare(estimator, batch)) is not None:
+        return compared_T
     advantage_R = estimator(batch.reward_R, batch.group_ids)
     return broadcast(advantage_R, batch.mask_T, batch.rollout_of_token)
 

@@ -4,7 +4,7 @@
 
 batching.py walks this way once for each optimizer batch: group_advantage.py reads an
 `AdvantageBatch`, policy_loss.py a `LossBatch`. `GRPO` says by name which estimator, loss and
-weights they use. A `Modifier` stands for an option that changes one of the stages; GRPO has none.
+weights they use, and has a method wherever another algorithm may change a stage.
 
 Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
 being updated. The clip is around o, and every token is weighed by min(π_o/μ, 2): the decoupled
@@ -28,6 +28,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nanorl.types import Rollout
@@ -35,23 +36,42 @@ from nanorl.types import Rollout
 GroupEstimator = Callable[["Tensor", Sequence[Hashable]], "Tensor"]
 """([N] rewards, the group of each) -> [N] advantages."""
 
+Term = tuple["Tensor", dict[str, "Tensor"]]
+"""A sum and its statistics."""
+
 if TYPE_CHECKING:  # options are read before anything is computed, and torch takes seconds to import
     from torch import Tensor
 
     from nanoengine.packing import Sample
 
 
+_PARTS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("advantage", "grpo"): "nanorl.group_advantage:of_groups",
+        ("loss", "ppo"): "nanorl.policy_loss:ClippedLoss",
+        ("correction", "tis"): "nanorl.policy_loss:truncated",
+        ("old_policy", "recomputed"): "nanorl.policy_loss:recomputed",
+        ("aggregation", "token_mean"): "nanorl.batching:token_mean",
+    }
+)
+
+
 @cache
-def resolved(path: str) -> Any:
-    """The object of a table's "module:name", looked up once."""
+def part(kind: str, name: str) -> Any:
+    """What an option of `GRPO` names: here the parts of GRPO, the others are in a catalog."""
+    path = _PARTS.get((kind, name)) or resolve_name("nanorl.algorithms.registry:path_of")(
+        kind, name
+    )
     return resolve_name(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """Holds what decides a gradient, given rollouts; the names are those of the tables ADVANTAGES
-    (group_advantage.py), LOSSES, CORRECTIONS and OLD_POLICIES (policy_loss.py) and AGGREGATIONS
-    (batching.py). `algorithms.spec.AlgorithmSpec` has all other options too."""
+    """Holds what decides a gradient, given rollouts. `algorithms.spec.AlgorithmSpec` has all other
+    options too, algorithms/registry.py all names.
+
+    GRPO(clip_high=0.28, dual_clip=None)
+    """
 
     advantage: str = "grpo"
     loss: str = "ppo"
@@ -81,11 +101,6 @@ class GRPO:
         return "tis" if self.correction == "auto" else self.correction
 
     @cached_property
-    def modifiers(self) -> tuple[Modifier, ...]:
-        """The options that change a stage, in the order in which they do."""
-        return ()
-
-    @cached_property
     def is_proportional(self) -> bool:
         """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving
         it out (after the weights of the whole batch are computed) changes nothing but the time."""
@@ -95,6 +110,59 @@ class GRPO:
     def is_foreseeable(self) -> bool:
         """True if calling the loss twice, once before the forward pass, does no harm."""
         return True
+
+    # The places where other algorithms change the way of a batch, in their order. Here nothing is
+    # changed; algorithms/modifier.py says who does.
+
+    def earned(self, rollout: Rollout) -> Hashable:
+        """What a rollout earned, as the members of a group are compared."""
+        return rollout.total_reward
+
+    def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:
+        """The rollouts that take part."""
+        return rollouts
+
+    def reward(
+        self, rollouts: Sequence[Rollout], batch: AdvantageBatch, max_tokens: int
+    ) -> AdvantageBatch:
+        """The batch with other rewards than those of outcomes."""
+        return batch
+
+    def compare(self, estimator: GroupEstimator, batch: AdvantageBatch) -> Tensor | None:
+        """[T] What the estimator says of other things than rollouts; None: it compares those."""
+        return None
+
+    def advantages(self, batch: AdvantageBatch, advantage_T: Tensor) -> Tensor:
+        """The advantages after the estimator's."""
+        return advantage_T
+
+    def mark(
+        self, samples: list[Sample], batch: AdvantageBatch, advantage_T: Tensor
+    ) -> list[Sample]:
+        """The samples with one more field for the loss."""
+        return samples
+
+    def finish(
+        self,
+        rollouts: Sequence[Rollout],
+        owned: list[OwnedSample],
+        scoring: Scorer | None,
+        metrics: dict[str, float],
+    ) -> list[OwnedSample]:
+        """The samples that are trained on."""
+        return owned
+
+    def correct(self, weight_T: Tensor, log_w_T: Tensor, batch: LossBatch) -> Tensor:
+        """The weights of tokens after the correction's."""
+        return weight_T
+
+    def token_loss(self, loss_T: Tensor, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+        """The losses of action tokens with their regularisers."""
+        return loss_T
+
+    def terms(self, logp_T: Tensor, batch: LossBatch) -> list[Term]:
+        """Sums that are added to the loss of a micro-batch."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +178,7 @@ class AdvantageBatch:
         )
 
     Below `rollout_ids_S` stands what other algorithms read: log-probs and values of [T], parts of
-    the reward ([R] each), rewards of turns (`algorithms.turns.Turns`).
+    the reward ([R] each), rewards of turns (`algorithms.turn_rewards.Turns`).
     """
 
     reward_R: Tensor
@@ -176,69 +244,17 @@ class LossBatch:
         return self.mask_T, self.sequence_ids_T, self.num_sequences
 
 
+class Scorer(Protocol):
+    """Models that say something of a batch before its advantages (algorithms/batch_scoring.py)."""
+
+    def apply(self, spec: Any, rollouts: Sequence[Rollout], samples: list[Sample]) -> list[Sample]:
+        """The samples with more fields: old log-probs, those of a reference, values."""
+        ...
+
+
 class OwnedSample(NamedTuple):
     """A sample, which sequence of which rollout it is, and its minibatch."""
 
     sample: Sample
     place: tuple[str, int]
     minibatch: int
-
-
-class SpeechMask(Protocol):
-    """Tells what an environment said from what a chat template put around it."""
-
-    def said(self, tokens: Sequence[int]) -> list[int]:
-        """1 for the tokens of an observation that the environment said, else 0."""
-        ...
-
-
-class Modifier:
-    """An option of an algorithm, at work: each method is a stage of a batch's way, called once, and
-    changes nothing unless a subclass says so."""
-
-    def earned(self, rollout: Rollout) -> Hashable | None:
-        """What a rollout earned, as others are compared with it; None: its total reward."""
-
-    def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:
-        """The rollouts that take part."""
-        return rollouts
-
-    def reward(
-        self, rollouts: Sequence[Rollout], batch: AdvantageBatch, max_tokens: int
-    ) -> AdvantageBatch:
-        """The batch with other rewards than those of outcomes."""
-        return batch
-
-    def compare(self, estimator: GroupEstimator, batch: AdvantageBatch) -> Tensor | None:
-        """[T] What the estimator says of other things than rollouts; None: of those."""
-
-    def advantages(self, batch: AdvantageBatch, advantage_T: Tensor) -> Tensor:
-        """The advantages after the estimator's."""
-        return advantage_T
-
-    def mark(
-        self, samples: list[Sample], batch: AdvantageBatch, advantage_T: Tensor
-    ) -> list[Sample]:
-        """The samples with one more field for the loss."""
-        return samples
-
-    def finish(
-        self,
-        rollouts: Sequence[Rollout],
-        owned: list[OwnedSample],
-        scaffold: SpeechMask | None,
-        metrics: dict[str, float],
-    ) -> list[OwnedSample]:
-        """The samples that are trained on."""
-        return owned
-
-    def correct(self, weight_T: Tensor, log_w_T: Tensor, batch: LossBatch) -> Tensor:
-        """The weights of tokens after the correction's."""
-        return weight_T
-
-    def token_loss(self, loss_T: Tensor, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
-        """The losses of action tokens with a term more."""
-        return loss_T
-
-    def term(self, logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """A sum that is added to the micro-batch's loss, and its statistics."""

@@ -10,17 +10,16 @@ Weights, which hold the mask, come from the whole optimizer batch, so that the s
 on the split. Corrections answer for stale weights and for numerical differences between two
 engines. A NaN stays a NaN, so that the loss is refused: a comparison alone would take it for a
 rejection.
-Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), TIS (fengyao.notion.site/off-policy-rl), KL
-estimators (schulman.me/kl-approx).
-Left out: other losses and corrections (algorithms/), which the tables name.
+Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), TIS (fengyao.notion.site/off-policy-rl), k3
+(schulman.me/kl-approx).
+Left out: other losses and corrections (algorithms/registry.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,53 +27,13 @@ from torch import Tensor
 
 from nanoengine.packing import MicroBatch
 from nanorl.fields import Field
-from nanorl.grpo import GRPO, LossBatch, resolved
-
-LOSSES: Mapping[str, str] = MappingProxyType(
-    {
-        "reinforce": "nanorl.algorithms.losses:Reinforce",
-        "ppo": "nanorl.policy_loss:ClippedLoss",
-        "gspo": "nanorl.algorithms.losses:GSPO",
-        "sapo": "nanorl.algorithms.losses:SAPO",
-        "cispo": "nanorl.algorithms.losses:CISPO",
-        "dppo_tv": "nanorl.algorithms.dppo:DPPOByProbability",
-        "dppo_kl": "nanorl.algorithms.dppo:DPPOByNats",
-        "clip_cov": "nanorl.algorithms.covariance:ClipCov",
-        "kl_cov": "nanorl.algorithms.covariance:KLCov",
-        "decoupled_ppo": "nanorl.algorithms.losses:DecoupledPPO",
-        "opd": "nanorl.algorithms.distillation:OPD",
-        "opd_topk": "nanorl.algorithms.distillation:TopKDistillation",
-    }
-)
-"""The class of each name of `GRPO.loss`; any other name is a function of the user's."""
-
-Correction = Callable[[GRPO, Tensor, LossBatch], Tensor]
-"""(spec, log w, batch) -> the weight of every token."""
-
-CORRECTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "none": "nanorl.algorithms.corrections:none",
-        "tis": "nanorl.policy_loss:truncated",
-        "mis": "nanorl.algorithms.corrections:masked",
-        "icepop": "nanorl.algorithms.corrections:bounded",
-        "kpop": "nanorl.algorithms.corrections:near",
-        "sequence_tis": "nanorl.algorithms.corrections:truncated_sequences",
-        "geometric": "nanorl.algorithms.corrections:kept_sequences",
-    }
-)
-"""The `Correction` of each name of `GRPO.resolved_correction`."""
+from nanorl.grpo import GRPO, LossBatch, part
 
 OldPolicy = Callable[[Tensor, LossBatch], Tensor]
 """(log π_θ, batch) -> log π_o."""
 
-OLD_POLICIES: Mapping[str, str] = MappingProxyType(
-    {
-        "recomputed": "nanorl.policy_loss:recomputed",
-        "rollout": "nanorl.algorithms.old_policy:of_rollout",
-        "interpolated": "nanorl.algorithms.old_policy:between",
-    }
-)
-"""The `OldPolicy` of each name of `GRPO.old_policy`."""
+Correction = Callable[[GRPO, Tensor, LossBatch], Tensor]
+"""(spec, log w, batch) -> the weight of every token."""
 
 
 @dataclass(frozen=True)
@@ -127,25 +86,22 @@ def make_loss(spec: GRPO) -> LossFn:
     Statistics are sums, so that those of micro-batches add: `x_sum` over `action_count` is the mean
     of x per action token (`batch_metrics.per_action_token`).
     """
-    loss_of: ClippedLoss = resolved(LOSSES.get(spec.loss, "nanorl.algorithms.own:OwnLoss"))(spec)
-    old_of: OldPolicy = resolved(OLD_POLICIES[spec.old_policy])
-    correct: Correction = resolved(CORRECTIONS[spec.resolved_correction])
+    loss_of: ClippedLoss = part("loss", spec.loss)(spec)
+    old_of: OldPolicy = part("old_policy", spec.old_policy)
+    correct: Correction = part("correction", spec.resolved_correction)
 
     def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        terms = [modifier.term(logp_T, batch) for modifier in spec.modifiers]
+        terms = spec.terms(logp_T, batch)
         batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
         old_T = old_of(logp_T, batch)
-        # Numbers, not functions of θ: a gradient through w would train the old policy's part.
+        # Numbers, not functions of θ: w weighs what θ learns, and is not learnt itself.
         log_w_T = (old_T - batch.rollout_logp_T).detach()
-        correction_T = correct(spec, log_w_T, batch)
-        for modifier in spec.modifiers:
-            correction_T = modifier.correct(correction_T, log_w_T, batch)
+        correction_T = spec.correct(correct(spec, log_w_T, batch), log_w_T, batch)
         loss_T = loss_of(logp_T, old_T, batch) * correction_T
-        for modifier in spec.modifiers:
-            loss_T = modifier.token_loss(loss_T, logp_T, old_T, batch)
+        loss_T = spec.token_loss(loss_T, logp_T, old_T, batch)
         loss = (batch.weight_T * loss_T).sum()
         stats = _stats(loss_of, logp_T.detach(), old_T, correction_T, batch)
-        for more, told in filter(None, terms):
+        for more, told in terms:
             loss, stats = loss + more, stats | told
         return loss, stats
 
@@ -230,24 +186,11 @@ def clipped(
     return torch.where(advantage_T < 0, torch.minimum(loss_T, -dual_clip * advantage_T), loss_T)
 
 
-def kl(kind: str, logp_T: Tensor, ref_logp_T: Tensor, old_logp_T: Tensor | None = None) -> Tensor:
-    """Estimators of KL(π_θ‖π_ref) from sampled tokens, `d = log π_θ − log π_ref`.
-
-    As *values*: k1 = d (unbiased), k2 = d²/2, k3 = e^{−d} − 1 + d (unbiased, not negative).
-    As *loss terms* their expected gradients differ: k1 gives 0, k2 the gradient of KL(π‖ref), k3
-    that of KL(ref‖π), and rk3 = r·k3 (needs `old_logp_T`) again that of KL(π‖ref).
-    """
-    d_T = logp_T - ref_logp_T
-    if kind == "k1":
-        return d_T
-    if kind == "k2":
-        return d_T**2 / 2
-    k3_T = torch.expm1(-d_T) + d_T
-    if kind == "k3":
-        return k3_T
-    if kind == "rk3" and old_logp_T is not None:
-        return (logp_T - old_logp_T).exp() * k3_T
-    raise ValueError(f"kind={kind!r}: choose k1, k2, k3, or rk3 with old_logp_T")
+def k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
+    """`e^{−d} − 1 + d`, d = log π_θ − log π_other: an estimate of KL(π_θ‖π_other) from the tokens
+    that π_θ sampled, unbiased and never negative."""
+    d_T = logp_T - other_logp_T
+    return torch.expm1(-d_T) + d_T
 
 
 def _masked(batch: LossBatch) -> LossBatch:
@@ -275,12 +218,12 @@ def _stats(
     named = {
         "ratio_sum": ratio_T,
         "clip_fraction_sum": loss.is_clipped(ratio_T, logp_T, old_T, batch),
-        "old_kl_sum": kl("k3", logp_T, old_T),
+        "old_kl_sum": k3(logp_T, old_T),
         "correction_sum": correction_T,
         "rejected_fraction_sum": correction_T == 0,
     }
     if batch.ref_logp_T is not None:
-        named["ref_kl_sum"] = kl("k3", logp_T, batch.ref_logp_T)
+        named["ref_kl_sum"] = k3(logp_T, batch.ref_logp_T)
     if batch.entropy_T is not None:
         named["entropy_sum"] = batch.entropy_T.detach()
     stats = {

@@ -29,13 +29,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any, cast
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
-from nanorl.batch_metrics import batch_metrics, earned
+from nanorl.batch_metrics import batch_metrics
 from nanorl.collector import RolloutCollector
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
 from nanorl.flow.curriculum import TaskChooser
@@ -179,7 +178,7 @@ class Trainer:
             num_groups=rl.tasks_per_step,
             group_size=rl.group_size,
             needs_signal=rl.algorithm.dynamic_sampling,
-            earned=partial(earned, rl.algorithm),
+            earned=rl.algorithm.earned,
         )
         return _Flow(
             staleness=staleness,

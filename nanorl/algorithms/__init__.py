@@ -1,19 +1,34 @@
-"""The mathematics of the update, as pure functions on packed tensors. Read in this order:
+"""All algorithms but GRPO, which stands in nanorl/grpo.py: a file for each family. Read in this order:
 
-spec.py             `AlgorithmSpec`, which algorithm it is
-recipes.py          those that have a name
-advantages.py       how much better than expected each token was
-signal.py           whether a group teaches anything
+registry.py         the names of all parts, where they are and what they declare
+option_groups.py    their options, by owner
+spec.py             `AlgorithmSpec`, GRPO and all options together
+recipes.py          those specs that have a name
+modifier.py         how an option changes a stage of a batch
+
+Advantages
+advantages.py       of rollouts in their group (Dr.GRPO, RLOO, MaxRL, OPO, GDPO)
+returns.py          of tokens, from what follows them (REINFORCE++, PPO's GAE)
+turn_rewards.py     of turns
+hierarchical.py     of turns in the same situation (HGPO)
 token_baseline.py   a baseline for each token (OTB)
-hierarchical.py     comparisons of turns in the same situation (HGPO)
-aggregation.py      the weight of each token in the loss
-covariance.py       which tokens Clip-Cov and KL-Cov choose
-self_distillation.py  what a teacher with hindsight reads (SDFT, SDPO)
-top_k.py            the KL over a teacher's likeliest tokens
-loss_batch.py       what a loss reads
-losses.py           the loss of a token
+reward_parts.py     the parts of a reward (GDPO)
+overlong.py         a penalty on length (DAPO)
+dynamic_sampling.py which groups are trained on (DAPO)
+own.py              functions of the user's
+
+Losses
+losses.py           REINFORCE, GSPO, SAPO, CISPO, decoupled PPO, the critic's
+dppo.py             a trust region of probabilities
+covariance.py       tokens chosen by their covariance (Clip-Cov, KL-Cov)
+distillation.py     a teacher's word; top_k.py: over its likeliest tokens
+self_distillation.py  a teacher that reads hindsight (SDFT, SDPO)
+observation.py      what tools answered (ECHO)
+regularisers.py     a KL to the reference, and entropy
 corrections.py      weights for tokens that another policy sampled
+old_policy.py       other centres of the clip
 divergences.py      how far two policies are apart
-fields.py           the numbers that travel from the advantages to the losses
-segments.py         sums over sequences and groups
+aggregation.py      other weights of tokens than the same for all
+segments.py         masked means of whole sequences
+batch_scoring.py    what other models say of a batch
 """

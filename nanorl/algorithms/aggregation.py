@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanorl.algorithms.option_groups import AGGREGATIONS
+from nanorl.algorithms.registry import AGGREGATIONS
 from nanorl.group_advantage import index_by_id, segment_sum
 from nanorl.grpo import GRPO, AdvantageBatch
 from nanorl.types import Rollout

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from nanorl.algorithms.divergences import binary_kl
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import segment_mean
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.group_advantage import segment_sum
-from nanorl.grpo import LossBatch, Modifier
+from nanorl.grpo import LossBatch
 from nanorl.policy_loss import tis
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import with_field
 from nanorl.fields import Field
-from nanorl.grpo import AdvantageBatch, LossBatch, Modifier
+from nanorl.grpo import AdvantageBatch, LossBatch
 from nanorl.policy_loss import ClippedLoss, clipped
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.top_k import topk_kl
-from nanorl.grpo import AdvantageBatch, LossBatch, Modifier
+from nanorl.grpo import AdvantageBatch, LossBatch
 from nanorl.policy_loss import ClippedLoss
 
 

@@ -6,9 +6,9 @@ below 1 as well. Left out: groups that are replaced before a batch is complete (
 
 from __future__ import annotations
 
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import with_signal
-from nanorl.grpo import Modifier
 from nanorl.types import Rollout
 
 

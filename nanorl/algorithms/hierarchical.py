@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.algorithms.turns import of_first_sequences, returns_to_go, turns_of
+from nanorl.algorithms.turn_rewards import of_first_sequences, returns_to_go, turns_of
 from nanorl.group_advantage import grpo
 from nanorl.grpo import AdvantageBatch, GroupEstimator
 

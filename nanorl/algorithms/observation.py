@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample
+from nanorl.algorithms.batch_scoring import Scoring, SpeechMask
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.fields import Field
-from nanorl.grpo import LossBatch, Modifier, OwnedSample, SpeechMask
+from nanorl.grpo import LossBatch, OwnedSample, Scorer
 from nanorl.types import Branch, Rollout
 
 
@@ -27,10 +29,11 @@ class ObservationLoss(Modifier):
         self,
         rollouts: Sequence[Rollout],
         owned: list[OwnedSample],
-        scaffold: SpeechMask | None,
+        scoring: Scorer | None,
         metrics: dict[str, float],
     ) -> list[OwnedSample]:
         """The samples with observations in their loss masks; counts `observed_tokens`."""
+        scaffold = scoring.scaffold if isinstance(scoring, Scoring) else None
         trained = with_observations(rollouts, owned, scaffold)
         shares = [share for sample in trained for share in sample.fields[Field.OBSERVATION]]
         metrics["observed_tokens"] = float(sum(share > 0 for share in shares))

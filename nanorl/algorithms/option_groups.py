@@ -1,57 +1,44 @@
 """The options of `--rl.algorithm` by their owners: what each may be, and who acts for it.
 
-Each group is a record of its own beside the base, `GRPO`. `check` refuses what it cannot be, and
+Each group is a record of its own beside GRPO's. `check` refuses what it cannot be, and
 `modifier` names the class that acts for it in the stages of a batch ("module:class", empty where
 the option is off). Nothing here imports torch: options are read before anything is computed.
 Next: spec.py, which puts the groups together.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import isfunction
-from types import MappingProxyType
-from typing import Any, Literal, get_args
-
-from nanorl.grpo import GRPO
+from nanorl.algorithms.modifier import Modified
+from nanorl.algorithms.registry import ADVANTAGES
+from nanorl.algorithms.registry import AGGREGATIONS
+from nanorl.algorithms.registry import AdvantagePart
+from nanorl.algorithms.registry import CORRECTIONS
+from nanorl.algorithms.registry import LOSSES
+from nanorl.algorithms.registry import LossPart
+from nanorl.algorithms.registry import OLD_POLICIES
+from nanorl.algorithms.registry import OWN_ADVANTAGE
+from nanorl.algorithms.registry import OWN_LOSS
 from nanorl.options.bounds import check_number
 from nanorl.plugins import load_object
+from types import MappingProxyType
+from typing import Any
+from typing import Literal
+from typing import TYPE_CHECKING
+from typing import get_args
+import math
 
-Advantage = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gdpo",
-    "otb",
-    "hgpo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "maxrl",
-    "gae",
-    "none",
-]
-Loss = Literal[
-    "reinforce",
-    "ppo",
-    "gspo",
-    "sapo",
-    "cispo",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "decoupled_ppo",
-    "opd",
-    "opd_topk",
-]
-Aggregation = Literal[
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
-]
-Correction = Literal["auto", "none", "tis", "mis", "icepop", "kpop", "sequence_tis", "geometric"]
-OldPolicy = Literal["recomputed", "rollout", "interpolated"]
+if TYPE_CHECKING:
+    Advantage = Loss = Aggregation = Correction = OldPolicy = str
+else:  # choices of an option are read off its type: those that the registry has
+    Advantage = Literal[tuple(ADVANTAGES)]
+    Loss = Literal[tuple(LOSSES)]
+    Aggregation = Literal[tuple(AGGREGATIONS)]
+    Correction = Literal[("auto", *CORRECTIONS)]
+    OldPolicy = Literal[tuple(OLD_POLICIES)]
 KLEstimator = Literal["k2", "k3", "rk3"]
 RewardLevel = Literal["outcome", "turn"]
 TurnPeers = Literal["group", "batch"]
@@ -59,36 +46,15 @@ DistillKL = Literal["reverse", "forward"]
 Hindsight = Literal["none", "solution", "success", "feedback", "success_or_feedback"]
 HindsightTeacher = Literal["policy", "reference"]
 
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-
-CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "gspo": (3e-4, 4e-4),  # arXiv 2507.18071: the ratio is a mean over a sequence
-        "cispo": (1.0, 0.28),  # arXiv 2506.13585 has no lower bound; 0.28 is Trinity-RFT's
-        "dppo_tv": (0.15, 0.15),  # arXiv 2602.04879: distances of probabilities, not of ratios
-        "dppo_kl": (0.05, 0.05),  # nats
-    }
-)
-"""(clip_low, clip_high) of a loss whose paper departs from PPO's 0.2 and 0.2."""
-
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "icepop": (0.5, 5.0),  # arXiv 2510.18855
-        "geometric": (0.999, 1.001),  # "When speed kills stability": the mean of many tokens
-    }
+    {name: part.bounds for name, part in CORRECTIONS.items() if part.bounds}
 )
 """(correction_low, correction_high) of the corrections that have them."""
 
 TURN_REWARDS = "turn_rewards"
 """The part of the reward that turns earned beside the others (gdpo)."""
 
-COVARIANCE_SHARES: Mapping[str, float] = MappingProxyType({"clip_cov": 2e-4, "kl_cov": 2e-3})
-"""The share of a batch's tokens that a loss chooses by their covariance (arXiv 2505.22617)."""
-
-COMPARES_TURNS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline")
-"""Those that, with rewards of turns, compare a turn with the same one of other rollouts."""
-
-DISTILLS = ("opd", "opd_topk")
+DISTILLS = tuple(name for name, part in LOSSES.items() if part.is_distillation)
 """Losses that compare with a teacher, and with nothing else."""
 
 
@@ -117,8 +83,18 @@ def check_own(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionGroup(GRPO):
+class OptionGroup(Modified):
     """The options of one owner; here none."""
+
+    @property
+    def advantage_part(self) -> AdvantagePart:
+        """What the estimator declares."""
+        return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
+
+    @property
+    def loss_part(self) -> LossPart:
+        """What the loss declares."""
+        return LOSSES.get(self.loss, OWN_LOSS)
 
     def check(self) -> None:
         """`ValueError` names an option that cannot be what it is."""
@@ -175,7 +151,7 @@ class RewardPartOptions(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnOptions(OptionGroup):
-    """Those of rewards of turns (algorithms/turns.py)."""
+    """Those of rewards of turns (algorithms/turn_rewards.py)."""
 
     reward_level: RewardLevel = "outcome"
     """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
@@ -198,19 +174,18 @@ class TurnOptions(OptionGroup):
                 "advantage='hgpo' compares turns: set reward_level='turn' (without rewards of "
                 "turns the outcome belongs to the last one)"
             )
-        reads_peers = self.reward_level == "turn" and (
-            self.advantage in COMPARES_TURNS or is_own(self.advantage)
-        )
+        reads_peers = self.reward_level == "turn" and self.advantage_part.compares_turns
         if self.turn_peers == "batch" and not reads_peers:
+            able = ", ".join(name for name, part in ADVANTAGES.items() if part.compares_turns)
             raise ValueError(
                 f"turn_peers='batch' with reward_level={self.reward_level!r} and "
                 f"advantage={self.advantage!r}: nothing compares turns with those of other "
-                f"rollouts; set reward_level='turn' and one of {', '.join(COMPARES_TURNS)}, or "
+                f"rollouts; set reward_level='turn' and one of {able}, or "
                 "turn_peers='group'"
             )
 
     def modifier(self) -> str:
-        return "nanorl.algorithms.turns:TurnRewards" if self.reward_level == "turn" else ""
+        return "nanorl.algorithms.turn_rewards:TurnRewards" if self.reward_level == "turn" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +232,7 @@ class CovarianceOptions(OptionGroup):
     @property
     def chosen_share(self) -> float:
         """The share of tokens that the loss chooses by their covariance; 0: it chooses none."""
-        share = COVARIANCE_SHARES.get(self.loss, 0.0)
+        share = self.loss_part.chosen_share
         return self.covariance_share if share and self.covariance_share is not None else share
 
     def check(self) -> None:
@@ -301,7 +276,7 @@ class RewardKLOptions(OptionGroup):
 
     def check(self) -> None:
         check_number("kl_reward_coef=", self.kl_reward_coef, 0)
-        if self.kl_reward_coef and self.advantage not in ("reinforce_pp", "gae", "otb"):
+        if self.kl_reward_coef and not self.advantage_part.is_of_tokens:
             raise ValueError(
                 f"kl_reward_coef={self.kl_reward_coef}: advantage={self.advantage!r} scores whole "
                 "rollouts and has no place for a penalty on tokens; choose reinforce_pp, gae or "
@@ -363,7 +338,7 @@ class HindsightOptions(OptionGroup):
                 "policy does; choose what it reads beside that, as hindsight='solution', or leave "
                 "hindsight_teacher out"
             )
-        if self.has_hindsight and self.loss not in DISTILLS:
+        if self.has_hindsight and not self.loss_part.is_distillation:
             raise ValueError(
                 f"hindsight={self.hindsight!r}: loss={self.loss!r} has no teacher to read it; "
                 "choose loss='opd' or 'opd_topk', or hindsight='none'"

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.grpo import AdvantageBatch, Modifier
+from nanorl.grpo import AdvantageBatch
 from nanorl.types import Rollout
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanorl.algorithms.divergences import kl
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.grpo import LossBatch, Modifier
-from nanorl.policy_loss import kl
+from nanorl.grpo import LossBatch
 
 
 class KLPenalty(Modifier):

@@ -14,7 +14,7 @@ import kernels
 from nanorl.algorithms.advantages import dr_grpo
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.algorithms.turns import turn_token_rewards, turns_of
+from nanorl.algorithms.turn_rewards import turn_token_rewards, turns_of
 from nanorl.group_advantage import compare
 from nanorl.grpo import AdvantageBatch
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.option_groups import TURN_REWARDS
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.finite import PART
-from nanorl.grpo import AdvantageBatch, Modifier
+from nanorl.grpo import AdvantageBatch
 from nanorl.types import Rollout
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanoengine.packing import Sample, TopTokens
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.grpo import Modifier
 from nanorl.types import Rollout
 
 

@@ -12,34 +12,25 @@ The recipes that have a name (`--algorithm gspo`) are in recipes.py.
 """
 
 from __future__ import annotations
-
-import math
 from dataclasses import dataclass
+from dataclasses import fields
 from functools import cached_property
-from typing import get_args
-
 from nanorl.algorithms import option_groups as groups
-from nanorl.algorithms.option_groups import (
-    AGGREGATIONS,
-    CLIPS,
-    DISTILLS,
-    Advantage,
-    Aggregation,
-    Correction,
-    Loss,
-    OldPolicy,
-    check_choice,
-    check_own,
-    is_own,
-)
-from nanorl.grpo import Modifier, resolved
+from nanorl.algorithms.modifier import Modifier
+from nanorl.algorithms.option_groups import Advantage
+from nanorl.algorithms.option_groups import Aggregation
+from nanorl.algorithms.option_groups import Correction
+from nanorl.algorithms.option_groups import Loss
+from nanorl.algorithms.option_groups import OldPolicy
+from nanorl.algorithms.option_groups import check_choice
+from nanorl.algorithms.option_groups import check_own
+from nanorl.algorithms.option_groups import is_own
+from nanorl.fields import Field
+from nanorl.grpo import GRPO
 from nanorl.options.bounds import check_number
-
-COMPARES_MEMBERS = tuple(
-    name for name in get_args(Advantage) if name not in ("reinforce_pp", "gae", "none")
-)
-"""Advantages of a rollout against the others of its group."""
-
+from pkgutil import resolve_name
+from typing import get_args
+import math
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(  # options stand in the order of the lines, from the last one up
@@ -84,7 +75,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def __post_init__(self) -> None:
         check_own("advantage", self.advantage, get_args(Advantage))
         check_own("loss", self.loss, get_args(Loss))
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("correction", self.correction, get_args(Correction))
         check_choice("old_policy", self.old_policy, get_args(OldPolicy))
         _check_grpo(self)
@@ -101,12 +92,12 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def modifiers(self) -> tuple[Modifier, ...]:
         """What acts in the stages of a batch, in the order of the options."""
         paths = [owner.modifier(self) for owner in self._owners("modifier")]
-        return tuple(resolved(path)(self) for path in paths if path)
+        return tuple(resolve_name(path)(self) for path in paths if path)
 
     @cached_property
     def clip(self) -> tuple[float, float]:
         """(clip_low, clip_high), those of the loss where none are given."""
-        low, high = CLIPS.get(self.loss, (0.2, 0.2))
+        low, high = self.loss_part.clip
         return (
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
@@ -115,7 +106,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @cached_property
     def weighs_by_itself(self) -> bool:
         """True if the ratio of the loss is against μ already, so that w must not come in again."""
-        return self.old_policy == "rollout" or self.loss in ("decoupled_ppo", "opd")
+        return self.old_policy == "rollout" or self.loss_part.is_against_sampler
 
     @cached_property
     def resolved_correction(self) -> str:
@@ -128,32 +119,41 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     def is_proportional(self) -> bool:
         """True if a sample whose advantages are all 0 has a gradient of exactly 0."""
         terms = (self.kl_coef, self.entropy_coef, self.distill_coef, self.observation_coef)
-        return self.loss not in (*DISTILLS, "kl_cov") and self.is_foreseeable and not any(terms)
+        return self.loss_part.is_proportional and not any(terms)
 
     @cached_property
     def is_foreseeable(self) -> bool:
         """False for a loss of the user's own, which is called once."""
         return not is_own(self.loss)
 
+    @cached_property
+    def acting(self) -> GRPO:
+        """GRPO itself where these options ask for nothing else, or this record."""
+        parts = (self.advantage, self.loss, self.aggregation, self.old_policy)
+        is_grpo = parts == ("grpo", "ppo", "token_mean", "recomputed")
+        if self.modifiers or not is_grpo or self.resolved_correction != "tis":
+            return self
+        return GRPO(**{one.name: getattr(self, one.name) for one in fields(GRPO)})
+
     # What a run has to open, and to refuse.
 
     @property
     def answers_for_staleness(self) -> bool:
         """True if tokens that another policy sampled are weighed, clipped or rejected for it."""
-        has_ratio = self.weighs_by_itself and self.loss != "reinforce"
+        has_ratio = self.weighs_by_itself and self.loss_part.has_ratio
         return has_ratio or self.resolved_correction != "none"
 
     @property
     def compares_members(self) -> bool:
         """True if a group of one rollout has nothing to learn from."""
-        is_of_group = self.turn_peers == "group" and self.advantage in COMPARES_MEMBERS
+        is_of_group = self.turn_peers == "group" and self.advantage_part.compares_members
         return is_of_group or self.needs_success or self.dynamic_sampling
 
     @property
     def needs_reference(self) -> bool:
         """True if there is a reference (or teacher) policy, whoever reads what of it."""
-        is_own = self.has_hindsight and self.hindsight_teacher == "policy"
-        return self.needs_ref_logp or (self.loss in DISTILLS and not is_own)
+        is_policy = self.has_hindsight and self.hindsight_teacher == "policy"
+        return self.needs_ref_logp or (self.loss_part.is_distillation and not is_policy)
 
     @property
     def needs_ref_logp(self) -> bool:
@@ -164,7 +164,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def needs_critic(self) -> bool:
         """True if the advantages read a critic's values."""
-        return self.advantage == "gae"
+        return self.advantage_part.reads == Field.VALUE
 
     @property
     def needs_old_logp(self) -> bool:
@@ -175,7 +175,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def needs_sharp_logp(self) -> bool:
         """True if the advantages read the old policy's log-probs at half the temperature."""
-        return self.advantage == "otb"
+        return self.advantage_part.reads == Field.SHARP_LOGP
 
 
 def _check_grpo(spec: AlgorithmSpec) -> None:
@@ -215,7 +215,7 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             f"correction={spec.correction!r} would apply it twice; set correction='none'"
         )
     terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef, spec.observation_coef)
-    if spec.advantage == "none" and spec.loss not in DISTILLS and not any(terms):
+    if spec.advantage == "none" and not spec.loss_part.is_distillation and not any(terms):
         raise ValueError(
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
             "distill_coef, kl_coef, entropy_coef or observation_coef"

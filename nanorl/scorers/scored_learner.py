@@ -2,35 +2,43 @@
 the policy's own log-probs of stale tokens.
 
 `make_learner` chooses between it and the plain one (nanorl/learner.py) by what a run has.
-Next: algorithms/scoring.py, `Scoring`.
+Next: algorithms/batch_scoring.py, `Scoring`.
 """
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
-
-from torch import Tensor
-
-from nanoengine.engine import Engine, LossFn, WeightFn
+from nanoengine.engine import Engine
+from nanoengine.engine import LossFn
+from nanoengine.engine import WeightFn
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
-from nanorl.algorithms.scoring import Scoring, score_group
+from nanorl.algorithms.batch_scoring import Scoring
+from nanorl.algorithms.batch_scoring import score_group
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import TrainBatch, build_batch
+from nanorl.batching import TrainBatch
+from nanorl.batching import build_batch
 from nanorl.fields import Field
-from nanorl.learner import Groups, Learner, UpdatePlan
+from nanorl.learner import Groups
+from nanorl.learner import Learner
+from nanorl.learner import UpdatePlan
 from nanorl.observed import Scaffold
 from nanorl.options.run_config import RunConfig
 from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
-from nanorl.scorers.value_critic import ValueEstimator, explained_variance
+from nanorl.scorers.value_critic import ValueEstimator
+from nanorl.scorers.value_critic import explained_variance
 from nanorl.types import Rollout
-
+from torch import Tensor
+from typing import Any
+from typing import Protocol
+from typing import cast
+import asyncio
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScores:
@@ -143,7 +151,6 @@ class ScoredLearner(Learner):
             version=self.version,
             scoring=self._scoring(known),
             num_minibatches=plan.minibatches,
-            scaffold=self.scorers.scaffold,
         )
 
     def _learn(self, batch: TrainBatch) -> dict[str, Any]:
@@ -189,6 +196,7 @@ class ScoredLearner(Learner):
             if spec.loss == "opd_topk"
             else None,
             values=None if critic is None else critic.values,
+            scaffold=self.scorers.scaffold,
             known={} if known is None else known,
         )
 
@@ -238,7 +246,7 @@ def choose_learner(
     asks_policy = not plan.is_exact or spec.needs_sharp_logp or spec.has_hindsight
     asks_models = reference is not None or critic is not None
     if not (asks_policy or asks_models or spec.observation_coef):
-        return partial(Learner, plan, **parts)
+        return partial(Learner, replace(plan, algorithm=spec.acting), **parts)
     scorers = Scorers(
         reference=reference,
         critic=critic,

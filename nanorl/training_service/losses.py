@@ -28,9 +28,10 @@ from torch import Tensor
 
 from nanoengine.engine import LossFn
 from nanoengine.packing import MicroBatch, Sample
+from nanorl.algorithms.registry import LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.grpo import LossBatch
-from nanorl.policy_loss import LOSSES, make_loss
+from nanorl.policy_loss import make_loss
 from nanorl.training_service.messages import Datum
 
 Config = Mapping[str, float | str]

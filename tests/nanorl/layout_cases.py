@@ -34,9 +34,9 @@ from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.parallel.layout import DATA_AXES, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanorl.algorithms import corrections, losses
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.losses import value_loss
 from nanorl.algorithms.recipes import RECIPES
-from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.fields import Field

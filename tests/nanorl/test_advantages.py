@@ -11,12 +11,13 @@ from nanorl import group_advantage
 from nanorl.algorithms import advantages as adv
 from nanorl.algorithms import distillation, overlong
 from nanorl.algorithms import returns as of_tokens
-from nanorl.algorithms import turns as of_turns
+from nanorl.algorithms import turn_rewards as of_turns
 from nanorl.algorithms.option_groups import Advantage
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.registry import ADVANTAGES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import has_signal
-from nanorl.group_advantage import ADVANTAGES, compute_advantages
+from nanorl.group_advantage import compute_advantages
 from nanorl.grpo import AdvantageBatch
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.

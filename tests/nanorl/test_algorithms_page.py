@@ -14,16 +14,14 @@ import torch
 
 from nanoengine.packing import make_micro_batches
 from nanorl.algorithms.option_groups import (
-    AGGREGATIONS,
     BOUNDS,
-    CLIPS,
-    COVARIANCE_SHARES,
     Advantage,
     Correction,
     KLEstimator,
     Loss,
 )
 from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.registry import AGGREGATIONS, LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.options.parse import parse_arguments
@@ -89,12 +87,12 @@ def test_what_no_recipe_has_stands_among_the_building_blocks() -> None:
 def test_the_numbers_in_the_formulas_are_the_code_s() -> None:
     spec = AlgorithmSpec()
     said = {
-        "dppo_tv": [CLIPS["dppo_tv"][0]],
-        "dppo_kl": [CLIPS["dppo_kl"][0]],
-        "cispo": [CLIPS["cispo"][1]],
+        "dppo_tv": [LOSSES["dppo_tv"].clip[0]],
+        "dppo_kl": [LOSSES["dppo_kl"].clip[0]],
+        "cispo": [LOSSES["cispo"].clip[1]],
         "kpop": [spec.correction_kl],
-        "clip_cov": [COVARIANCE_SHARES["clip_cov"], spec.covariance_low, spec.covariance_high],
-        "kl_cov": [COVARIANCE_SHARES["kl_cov"], spec.covariance_kl_coef],
+        "clip_cov": [LOSSES["clip_cov"].chosen_share, spec.covariance_low, spec.covariance_high],
+        "kl_cov": [LOSSES["kl_cov"].chosen_share, spec.covariance_kl_coef],
         "sapo": [spec.tau_positive, spec.tau_negative],
         "dapo": [1 + RECIPES["dapo"].spec.clip[1], 1 - RECIPES["dapo"].spec.clip[0]],
         "echo": [RECIPES["echo"].spec.observation_coef],

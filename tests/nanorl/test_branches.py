@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanoengine.packing import Sample, make_micro_batches
-from nanorl.algorithms.scoring import Scoring
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.fields import Field

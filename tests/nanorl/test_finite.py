@@ -23,8 +23,8 @@ from nanoengine.packing import Sample, TopTokens
 from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.recipes import RECIPES
-from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.envs.base import Services, TimeStep

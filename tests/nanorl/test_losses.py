@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from nanorl import policy_loss
-from nanorl.algorithms import corrections, distillation, losses
+from nanorl.algorithms import corrections, distillation, divergences, losses
 from nanorl.algorithms.aggregation import token_weights
 from nanorl.algorithms.option_groups import Correction, Loss
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.registry import CORRECTIONS, LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import per_action_token
 from nanorl.grpo import LossBatch
-from nanorl.policy_loss import CORRECTIONS, LOSSES, make_loss
+from nanorl.policy_loss import make_loss
 
 generator = torch.Generator().manual_seed(3)
 THETA, REF, TEACHER, MU = (
@@ -75,7 +76,7 @@ def test_decoupled_ppo_weighs_by_the_sampling_policy() -> None:
 def test_gradients_of_the_kl_estimators_as_losses() -> None:
     ref = torch.log_softmax(REF, -1)
     grads = {
-        kind: expected_gradient(lambda logp, kind=kind: policy_loss.kl(kind, logp, ref, OLD))
+        kind: expected_gradient(lambda logp, kind=kind: divergences.kl(kind, logp, ref, OLD))
         for kind in ("k1", "k2", "k3", "rk3")
     }
     same(grads["k1"], torch.zeros(7, dtype=torch.float64))
@@ -88,10 +89,10 @@ def test_k1_and_k3_are_unbiased_values_and_k2_is_half_the_square() -> None:
     ref = torch.log_softmax(REF, -1)
     exact = (OLD.exp() * (OLD - ref)).sum()
     for kind in ("k1", "k3"):
-        same((OLD.exp() * policy_loss.kl(kind, OLD, ref)).sum(), exact)
-    assert float(policy_loss.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
+        same((OLD.exp() * divergences.kl(kind, OLD, ref)).sum(), exact)
+    assert float(divergences.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
     with pytest.raises(ValueError, match="kind='k9'"):
-        policy_loss.kl("k9", OLD, ref)
+        divergences.kl("k9", OLD, ref)
 
 
 def test_the_tutorial_kl_has_the_wrong_gradient() -> None:

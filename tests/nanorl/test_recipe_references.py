@@ -17,6 +17,7 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms import corrections, divergences, dppo, old_policy
 from nanorl.algorithms.advantages import gdpo, opo
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.covariance import choose_by_covariance
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
@@ -552,7 +553,9 @@ def test_echo_learns_what_was_said_and_nothing_of_the_template() -> None:
         assert builder.append_observation([{"role": "tool", "content": seen}])
     rollouts = [builder.close(1.0), replace(builder.close(0.0), rollout_id="b")]
     spec = named_spec("echo")
-    batch = build_batch([rollouts], spec, max_tokens=99, version=0, scaffold=Scaffold(tokenizer))
+    batch = build_batch(
+        [rollouts], spec, max_tokens=99, version=0, scoring=Scoring(scaffold=Scaffold(tokenizer))
+    )
     for sample in batch.samples:
         shares = sample.fields[Field.OBSERVATION]
         learnt = [token for token, share in zip(sample.tokens, shares, strict=True) if share]

@@ -22,8 +22,8 @@ from nanoengine.text.chat_template import Message
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.self_distillation import aligned, teacher_samples, with_hindsight
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch

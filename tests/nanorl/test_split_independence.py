@@ -28,8 +28,8 @@ from nanoengine.dealing import deal
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.layout import Layout
+from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.recipes import RECIPES
-from nanorl.algorithms.scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.types import Rollout

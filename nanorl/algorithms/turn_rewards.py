@@ -23,9 +23,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.overlong import penalties
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.grpo import AdvantageBatch, GroupEstimator, Modifier
+from nanorl.grpo import AdvantageBatch, GroupEstimator
 from nanorl.types import Branch, Rollout
 
 X = TypeVar("X")

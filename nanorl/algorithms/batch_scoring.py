@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from nanorl.batching import samples_of, with_field
 from nanorl.fields import Field
 from nanorl.finite import check_logps
 from nanorl.types import Rollout
+
+
+class SpeechMask(Protocol):
+    """Tells what an environment said from what a chat template put around it."""
+
+    def said(self, tokens: Sequence[int]) -> list[int]:
+        """1 for the tokens of an observation that the environment said, else 0."""
+        ...
+
 
 ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
 """Samples to one tensor each, aligned with its tokens."""
@@ -42,6 +52,9 @@ class Scoring:
     top: TopFn | None = None
     """The teacher, with hindsight or without, where a loss compares its likeliest tokens."""
     values: ScoreFn | None = None
+    scaffold: SpeechMask | None = None
+    """Tells what an environment said from what the chat template put around it (ECHO); without it
+    all counts that follows a turn."""
     known: Mapping[str, Mapping[Field, Sequence[Tensor]]] = field(default_factory=dict)
     """What somebody has said before, by rollout_id: a tensor for each sequence of the rollout. A
     field that is known of all rollouts of a batch is not asked for again."""
