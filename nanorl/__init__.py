@@ -34,8 +34,9 @@ monitor/ (who looks on) and trajectories/ (rollouts in formats of other tools).
 """
 
 from __future__ import annotations
-from typing import Any
-from typing import TYPE_CHECKING
+
+from typing import TYPE_CHECKING, Any
+
 import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
 
 if TYPE_CHECKING:

@@ -7,29 +7,28 @@ Next: spec.py, which puts the groups together.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
 from nanorl.algorithms.modifier import Modified
-from nanorl.algorithms.registry import ADVANTAGES
-from nanorl.algorithms.registry import AGGREGATIONS
-from nanorl.algorithms.registry import AdvantagePart
-from nanorl.algorithms.registry import CORRECTIONS
-from nanorl.algorithms.registry import LOSSES
-from nanorl.algorithms.registry import LossPart
-from nanorl.algorithms.registry import OLD_POLICIES
-from nanorl.algorithms.registry import OWN_ADVANTAGE
-from nanorl.algorithms.registry import OWN_LOSS
+from nanorl.algorithms.registry import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    LOSSES,
+    OLD_POLICIES,
+    OWN_ADVANTAGE,
+    OWN_LOSS,
+    AdvantagePart,
+    LossPart,
+)
 from nanorl.options.bounds import check_number
 from nanorl.plugins import load_object
-from types import MappingProxyType
-from typing import Any
-from typing import Literal
-from typing import TYPE_CHECKING
-from typing import get_args
-import math
 
 if TYPE_CHECKING:
     Advantage = Loss = Aggregation = Correction = OldPolicy = str

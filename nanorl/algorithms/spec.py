@@ -12,25 +12,29 @@ The recipes that have a name (`--algorithm gspo`) are in recipes.py.
 """
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import fields
+
+import math
+from dataclasses import dataclass, fields
 from functools import cached_property
+from pkgutil import resolve_name
+from typing import get_args
+
 from nanorl.algorithms import option_groups as groups
 from nanorl.algorithms.modifier import Modifier
-from nanorl.algorithms.option_groups import Advantage
-from nanorl.algorithms.option_groups import Aggregation
-from nanorl.algorithms.option_groups import Correction
-from nanorl.algorithms.option_groups import Loss
-from nanorl.algorithms.option_groups import OldPolicy
-from nanorl.algorithms.option_groups import check_choice
-from nanorl.algorithms.option_groups import check_own
-from nanorl.algorithms.option_groups import is_own
+from nanorl.algorithms.option_groups import (
+    Advantage,
+    Aggregation,
+    Correction,
+    Loss,
+    OldPolicy,
+    check_choice,
+    check_own,
+    is_own,
+)
 from nanorl.fields import Field
 from nanorl.grpo import GRPO
 from nanorl.options.bounds import check_number
-from pkgutil import resolve_name
-from typing import get_args
-import math
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(  # options stand in the order of the lines, from the last one up

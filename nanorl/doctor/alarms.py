@@ -7,28 +7,21 @@ Left out: numbers of a step that are not finite and a success that collapses (mo
 """
 
 from __future__ import annotations
+
+import math
+import re
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
-from nanorl.doctor.finding import Finding
-from nanorl.doctor.finding import Severity
-from nanorl.doctor.finding import in_order
-from nanorl.doctor.finding import quoted
+from nanorl.doctor.finding import Finding, Severity, in_order, quoted
 from nanorl.doctor.silence import silence_pays
 from nanorl.options.run_config import RunConfig
 from nanorl.report.observer import RunObserver
-from nanorl.types import Branch
-from nanorl.types import Rollout
-from nanorl.types import Status
-from typing import Any
-from typing import TYPE_CHECKING
-import math
-import re
+from nanorl.types import Branch, Rollout, Status
 
 if TYPE_CHECKING:
     from nanorl.trainer import StepResult

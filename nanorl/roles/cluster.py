@@ -15,44 +15,38 @@ Left out: the loop that trains (trainer.py) and what a death of the trainer mean
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
 from nanoengine.build import check_layout
 from nanoengine.config import EngineConfig
-from nanoengine.optim import DTYPES
 from nanoengine.parallel.layout import Layout
 from nanoengine.scoring import Policy
 from nanorl.monitor.board import IdleShares
-from nanorl.monitor.control import RoleKind
-from nanorl.monitor.control import RoleStatus
+from nanorl.monitor.control import RoleKind, RoleStatus
 from nanorl.monitor.readings import RoleReadings
 from nanorl.roles.actor_role import ActorRole
 from nanorl.roles.base import RunCritic
-from nanorl.roles.collector import CollectorRole
-from nanorl.roles.collector import collector_role
-from nanorl.roles.placement import Places
-from nanorl.roles.placement import transport_kind
+from nanorl.roles.collector import CollectorRole, collector_role
+from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import RankedEngine
 from nanorl.roles.replica import Replica
 from nanorl.roles.replica_set import ReplicaSet
 from nanorl.roles.role_starter import RoleStarter
 from nanorl.roles.scoring_roles import ScoringRoles
 from nanorl.roles.servers import check_servers
-from nanorl.roles.store import close_store
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanorl.roles.trainer_ranks import TrainerRanks
-from nanorl.roles.turns import DeviceTurns
-from nanorl.roles.turns import Hosts
+from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.run.parts import Parts
 from nanorl.store import RolloutStore
 from nanosched import Scheduler
-from pathlib import Path
-from statistics import fmean
-from typing import Any
-import asyncio
-import time
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""

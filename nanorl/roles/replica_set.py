@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any
 
-from nanoengine.dtypes import DTYPES
+from nanoengine.optim import DTYPES
 from nanoengine.parallel.rendezvous import open_store
 from nanorl.monitor.control import RoleStatus
 from nanorl.roles.actor_role import ActorRole

@@ -19,13 +19,13 @@ from typing import Any
 from nanoengine.scoring import Policy
 from nanorl.doctor.alarms import NO_SIGNAL
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
-from nanorl.scorers.references import reference_folders
-from nanorl.scorers.scored_learner import choose_learner
 from nanorl.report.observer import PhaseBegun
 from nanorl.roles.base import RunCritic
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.state import RunState
 from nanorl.run.step_measures import StepMeasures
+from nanorl.scorers.references import reference_folders
+from nanorl.scorers.scored_learner import choose_learner
 from nanorl.trainer import StepResult, Trainer
 from nanosched import Scheduler
 

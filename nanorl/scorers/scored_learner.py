@@ -6,39 +6,31 @@ Next: algorithms/batch_scoring.py, `Scoring`.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from nanoengine.engine import Engine
-from nanoengine.engine import LossFn
-from nanoengine.engine import WeightFn
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
-from nanorl.algorithms.batch_scoring import Scoring
-from nanorl.algorithms.batch_scoring import score_group
+from nanorl.algorithms.batch_scoring import Scoring, score_group
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import TrainBatch
-from nanorl.batching import build_batch
+from nanorl.batching import TrainBatch, build_batch
 from nanorl.fields import Field
-from nanorl.learner import Groups
-from nanorl.learner import Learner
-from nanorl.learner import UpdatePlan
+from nanorl.learner import Groups, Learner, UpdatePlan
 from nanorl.observed import Scaffold
 from nanorl.options.run_config import RunConfig
 from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
-from nanorl.scorers.value_critic import ValueEstimator
-from nanorl.scorers.value_critic import explained_variance
+from nanorl.scorers.value_critic import ValueEstimator, explained_variance
 from nanorl.types import Rollout
-from torch import Tensor
-from typing import Any
-from typing import Protocol
-from typing import cast
-import asyncio
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScores:

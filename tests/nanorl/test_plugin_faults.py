@@ -3,47 +3,39 @@ meets one that hangs, dies, floods or talks nonsense: the batch is the one witho
 """
 
 from __future__ import annotations
-from agent_doubles import output_of
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Iterator
+
+import asyncio
+import json
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fault_servers
+import plugin_faults
+import pytest
+from agent_doubles import output_of
+from test_hosting import held, resident_bytes, sleeper
+
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanoinfer.params import Output
-from nanoinfer.params import SamplingParams
+from nanoinfer.params import Output, SamplingParams
 from nanorl.cli import main
-from nanorl.collector import RolloutCollector
-from nanorl.collector import RolloutsFailed
+from nanorl.collector import RolloutCollector, RolloutsFailed
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
-from nanorl.envs.remote.server import EnvServer
-from nanorl.envs.remote.server import ServeLimits
+from nanorl.envs.remote.server import EnvServer, ServeLimits
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.rewards.function_reward import as_reward
 from nanorl.run.agent_kit import AgentKit
 from nanorl.run.evaluation import evaluate
 from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.types import Rollout
-from nanorl.types import Status
-from nanorl.types import Task
-from pathlib import Path
-from test_hosting import held
-from test_hosting import resident_bytes
-from test_hosting import sleeper
-from typing import Any
-import asyncio
-import fault_servers
-import json
-import os
-import plugin_faults
-import pytest
-import re
-import tempfile
+from nanorl.types import Rollout, Status, Task
 
 assert sleeper, "a fixture"
 pytestmark = [

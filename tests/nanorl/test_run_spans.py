@@ -1,10 +1,20 @@
 """`--log otel`: the spans of a real run, received over OTLP and decoded; no collector at all."""
 
 from __future__ import annotations
+
+import asyncio
+import gzip
+import http.server
+import threading
+import time
 from collections.abc import Iterator
-from forked_runs import RunProcess
-from forked_runs import SMALL
-from forked_runs import rows
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import SMALL, RunProcess, rows
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
 from nanorl.agents.context import TurnTimes
 from nanorl.agents.times import RolloutTimes
 from nanorl.options.run_config import RunConfig
@@ -12,18 +22,8 @@ from nanorl.report.observer import PhaseBegun
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.trackers.run_spans import RunSpans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from pathlib import Path
-from typing import Any
-import asyncio
-import gzip
-import http.server
-import pytest
-import threading
-import time
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
-
 
 
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
