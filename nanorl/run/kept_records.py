@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from nanorl.config import RunConfig
+from nanorl.options.run_config import RunConfig
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
 from nanorl.report.summary import EVALUATIONS
