@@ -57,8 +57,10 @@ class Flats(NamedTuple):
 
     def cut(self, begin: int, end: int | None = None) -> Flats:
         """The same elements of each."""
-        rest = None if self.remainder is None else self.remainder[begin:end]
-        return Flats(*(x[begin:end] for x in self[:4]), rest)
+        part = slice(begin, end)
+        master, grad, exp_avg, exp_avg_sq, rest = self
+        rest = rest if rest is None else rest[part]
+        return Flats(master[part], grad[part], exp_avg[part], exp_avg_sq[part], rest)
 
 
 def lr_at(config: AdamWConfig, step: int) -> float:
