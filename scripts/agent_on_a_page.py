@@ -22,8 +22,8 @@ from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import build_batch
 from nanorl.batch_metrics import logp_gap
+from nanorl.batching import build_batch
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout

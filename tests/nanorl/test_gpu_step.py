@@ -184,7 +184,7 @@ def test_a_training_step_talks_to_the_gpu_a_fixed_number_of_times(gpu: FakeCuda)
         gpu.take()
         trainer.train_step(batch.samples, batch.loss_fn)
         copies = gpu.take()
-    micros = trainer._micro_batches(batch.samples)
+    micros = trainer._passes(batch.samples)
     num_trees = sum(micro.prefix_of_S is not None for micro in micros)
     assert len(micros) > 2 and num_trees > 0
     uploads = [copy for copy in copies if copy.kind == "upload"]
