@@ -116,6 +116,7 @@ class LLMEngine:
 
     def _run(self, step: Step) -> None:
         inputs = self._batch.build(step)
+        # The only line that computes; a GPU is waited for at its end, once.
         result = self._runner.run(inputs)
         take = _take if inputs.options is None else inputs.options.take
         for seq, num_sampled, num_drafted in take(step, result, self._scheduler, self.version):
@@ -268,7 +269,7 @@ class LLMEngine:
         served until the owner brings better ones."""
         start = time.perf_counter()
         release_memory()  # what training needed and the cache will not: it takes pages of its own
-        self._num_repacks = -1
+        self._num_repacks = -1  # no weights are current until these have been looked at
         check_finite(held_state(self.model), "no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
@@ -304,8 +305,8 @@ class LLMEngine:
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
         """Replace all weights by Hugging Face tensors, and drop every cache, but that of requests
-        in flight where `InferConfig.in_flight` keeps it; works asleep and
-        paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
+        in flight where `InferConfig.in_flight` keeps it; works asleep and paused, too. `ValueError`
+        names a tensor that is missing, unknown, of the wrong shape or not
         finite, and then nothing was written: the old version goes on serving. With `is_finite` the
         caller has looked at the values, which are not read once more."""
         start = time.perf_counter()
