@@ -177,7 +177,7 @@ class AsyncEngine:
         self._bind()
         async with self._between_steps:
             await self._call(self.engine.adopt_weights, version)
-        await self.wake()
+        await self.wake()  # the trainer needed its memory no longer than this
 
     @asynccontextmanager
     async def _answered(self, *, waits: bool = False) -> AsyncIterator[None]:

@@ -17,29 +17,34 @@ Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
 from __future__ import annotations
-
-import operator
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, NamedTuple
-
-from torch import Tensor
-
 from kernels.host_memory import release_memory
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import Batch, RunnerOutput
+from nanoinfer.batch import Batch
+from nanoinfer.batch import RunnerOutput
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
-from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.kv_cache import CacheLayout
+from nanoinfer.kv_cache import KVCache
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.params import Output, SamplingParams
-from nanoinfer.scheduler import BatchScheduler, Step
+from nanoinfer.params import Output
+from nanoinfer.params import SamplingParams
+from nanoinfer.scheduler import BatchScheduler
+from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from torch import Tensor
+from typing import Any
+from typing import NamedTuple
+import operator
+import time
 
 _PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
 _DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain
@@ -115,6 +120,7 @@ class LLMEngine:
 
     def _run(self, step: Step) -> None:
         inputs = self._batch.build(step)
+        # The only line that computes; a GPU is waited for at its end, once.
         result = self._runner.run(inputs)
         take = _take if inputs.options is None else inputs.options.take
         for seq, num_sampled, num_drafted in take(step, result, self._scheduler, self.version):
@@ -267,7 +273,7 @@ class LLMEngine:
         served until the owner brings better ones."""
         start = time.perf_counter()
         release_memory()  # what training needed and the cache will not: it takes pages of its own
-        self._num_repacks = -1
+        self._num_repacks = -1  # no weights are current until these have been looked at
         self.model.check_finite("no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
@@ -303,8 +309,8 @@ class LLMEngine:
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
         """Replace all weights by Hugging Face tensors, and drop every cache, but that of requests
-        in flight where `InferConfig.in_flight` keeps it; works asleep and
-        paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
+        in flight where `InferConfig.in_flight` keeps it; works asleep and paused, too. `ValueError`
+        names a tensor that is missing, unknown, of the wrong shape or not
         finite, and then nothing was written: the old version goes on serving. With `is_finite` the
         caller has looked at the values, which are not read once more."""
         start = time.perf_counter()

@@ -150,6 +150,8 @@ class PagedContext:
         self._rows: Tensor | None = None
         self._slots_T, self._tables = slots_T, block_tables
         self._starts, self._lens = query_starts, seq_lens
+        # Which keys a query sees is the same in all layers: tables and lengths are checked and laid
+        # out once, and the layers only multiply.
         if cache.data.device.type == "cpu":
             _, values = cache.layers[0]
             self._plan = make_paged_plan(
@@ -190,6 +192,8 @@ class PagedContext:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        # Written first: a token of a prompt sees the others of its chunk through the cache, as if
+        # they had been there before, so how a prompt is cut changes nothing.
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
         slots, rows = self._slots_T, self._rows

@@ -76,6 +76,8 @@ class ModelRunner:
     def hidden(self, step: StepInput) -> Tensor:
         """Hidden states [T, E] of the tokens of a step, after the last norm."""
         context = self.context(step)
+        # The same bits either way. In Python each op would cost the interpreter's time between two
+        # readings of weights, a third of the step of one sequence.
         if self.decoder is not None and context.native is not None:
             cos, sin = self.model.rope_of(step.positions_T)
             return self.decoder.run(self.model.embed(step.ids_T), cos, sin, *context.native)

@@ -16,7 +16,8 @@ GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 LogpsMode = Literal["tempered", "raw"]
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # logits over it stay far inside fp32
-_CHECKS = "nanoinfer.options.param_checks"
+_CHECK_GRAMMAR = "nanoinfer.options.param_checks:check_grammar"
+_CHECK_PARAMS = "nanoinfer.options.param_checks:check_params"
 _GOLDEN = 0x9E3779B97F4A7C15
 _U64 = (1 << 64) - 1
 
@@ -33,7 +34,7 @@ class Grammar:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        resolve_name(f"{_CHECKS}:check_grammar")(self)
+        resolve_name(_CHECK_GRAMMAR)(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class SamplingParams:
         if self.n < 1:
             raise ValueError(f"n={self.n}: must be at least 1")
         if not self.is_plain:
-            resolve_name(f"{_CHECKS}:check_params")(self)
+            resolve_name(_CHECK_PARAMS)(self)
 
     @property
     def is_plain(self) -> bool:
