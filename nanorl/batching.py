@@ -27,7 +27,7 @@ from nanorl.batch_metrics import batch_metrics, staleness_metrics
 from nanorl.fields import ALWAYS, Field
 from nanorl.finite import check_rollout
 from nanorl.group_advantage import compute_advantages
-from nanorl.grpo import GRPO, AdvantageBatch, OwnedSample, Scorer, part
+from nanorl.grpo import GRPO, AdvantageBatch, BatchScorer, OwnedSample, part
 from nanorl.policy_loss import PolicyLoss
 from nanorl.types import Rollout, TokenStats, kind_of
 
@@ -70,7 +70,7 @@ def build_batch(
     *,
     max_tokens: int,
     version: int,
-    scoring: Scorer | None = None,
+    scoring: BatchScorer | None = None,
     num_minibatches: int = 1,
 ) -> TrainBatch:
     """Samples with advantages and weights, one for each sequence of each rollout. A rollout without

@@ -49,7 +49,7 @@ class Field(StrEnum):
     RETURN = "return"
     """The critic's target. Written by `build_batch`; read by the critic's loss."""
     CHOSEN = "chosen"
-    """1 for the tokens chosen by their covariance. Written by `covariance.Chosen`; read by the
+    """1 for the tokens chosen by their covariance. Written by `ChosenTokens`; read by the
     losses clip_cov and kl_cov."""
     OBSERVATION = "observation"
     """The share of an observation's token in the loss of ECHO, where the loss mask is 1 for it

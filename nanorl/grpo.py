@@ -146,7 +146,7 @@ class GRPO:
         self,
         rollouts: Sequence[Rollout],
         owned: list[OwnedSample],
-        scoring: Scorer | None,
+        scoring: BatchScorer | None,
         metrics: dict[str, float],
     ) -> list[OwnedSample]:
         """The samples that are trained on."""
@@ -244,7 +244,7 @@ class LossBatch:
         return self.mask_T, self.sequence_ids_T, self.num_sequences
 
 
-class Scorer(Protocol):
+class BatchScorer(Protocol):
     """Models that say something of a batch before its advantages (algorithms/batch_scoring.py)."""
 
     def apply(self, spec: Any, rollouts: Sequence[Rollout], samples: list[Sample]) -> list[Sample]:

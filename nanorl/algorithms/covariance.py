@@ -20,7 +20,7 @@ from nanorl.grpo import AdvantageBatch, LossBatch
 from nanorl.policy_loss import ClippedLoss, clipped
 
 
-class Chosen(Modifier):
+class ChosenTokens(Modifier):
     """Marks the tokens that the loss treats in its own way."""
 
     def __init__(self, spec: AlgorithmSpec) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from nanorl.grpo import (
     GRPO,
     AdvantageBatch,
+    BatchScorer,
     GroupEstimator,
     LossBatch,
     OwnedSample,
-    Scorer,
     Term,
 )
 from nanorl.types import Rollout
@@ -61,7 +61,7 @@ class Modifier:
         self,
         rollouts: Sequence[Rollout],
         owned: list[OwnedSample],
-        scoring: Scorer | None,
+        scoring: BatchScorer | None,
         metrics: dict[str, float],
     ) -> list[OwnedSample]:
         """The samples that are trained on."""
@@ -125,7 +125,7 @@ class Modified(GRPO):
         self,
         rollouts: Sequence[Rollout],
         owned: list[OwnedSample],
-        scoring: Scorer | None,
+        scoring: BatchScorer | None,
         metrics: dict[str, float],
     ) -> list[OwnedSample]:
         for modifier in self.modifiers:

@@ -15,7 +15,7 @@ from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.fields import Field
-from nanorl.grpo import LossBatch, OwnedSample, Scorer
+from nanorl.grpo import BatchScorer, LossBatch, OwnedSample
 from nanorl.types import Branch, Rollout
 
 
@@ -29,7 +29,7 @@ class ObservationLoss(Modifier):
         self,
         rollouts: Sequence[Rollout],
         owned: list[OwnedSample],
-        scoring: Scorer | None,
+        scoring: BatchScorer | None,
         metrics: dict[str, float],
     ) -> list[OwnedSample]:
         """The samples with observations in their loss masks; counts `observed_tokens`."""

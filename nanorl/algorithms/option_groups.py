@@ -246,7 +246,7 @@ class CovarianceOptions(OptionGroup):
             check_number("covariance_share=", self.covariance_share, 0, 1, is_open=True)
 
     def modifier(self) -> str:
-        return "nanorl.algorithms.covariance:Chosen" if self.chosen_share else ""
+        return "nanorl.algorithms.covariance:ChosenTokens" if self.chosen_share else ""
 
 
 @dataclass(frozen=True, kw_only=True)
