@@ -41,9 +41,9 @@ from nanorl.algorithms.self_distillation import (
     teacher_samples,
     with_hindsight,
 )
-from nanorl.algorithms.signal import PART, earned, has_signal, part_of
+from nanorl.algorithms.signal import earned, has_signal, part_of
 from nanorl.algorithms.spec import DISTILLS, TURN_REWARDS, AlgorithmSpec, is_own
-from nanorl.finite import check_logps, check_rollout
+from nanorl.finite import PART, check_logps, check_rollout
 from nanorl.types import Branch, Rollout, Status, TokenStats, kind_of
 
 if TYPE_CHECKING:

@@ -126,6 +126,7 @@ class RolloutCollector:
             self._run_member(task, group_id, f"{group_id}-m{member}", sampling)
             for member in range(size)
         ]
+        # Members share their prompt, so they start together: the engine then reads it once.
         group = asyncio.gather(*members)
         if not self._running:
             self._busy_since = self._clock()
@@ -133,6 +134,7 @@ class RolloutCollector:
         try:
             rollouts = await group
         except asyncio.CancelledError:
+            # Cut groups are given up on purpose; any other cancellation is the caller's own.
             if group_id not in self._cut:
                 raise
             rollouts = []
@@ -141,6 +143,7 @@ class RolloutCollector:
             self._cut.discard(group_id)
             del self._running[group_id]
         self._check_lost()
+        # A member that kept failing says nothing of the policy, so the advantages go without it.
         played = [rollout for rollout in rollouts if rollout.status != Status.FAILED]
         if self._hindsight is not None:
             self._hindsight.write(task, played)
@@ -150,6 +153,7 @@ class RolloutCollector:
     async def _run_member(
         self, task: Task, group_id: str, rollout_id: str, sampling: SamplingParams
     ) -> Rollout:
+        # Of names alone: the same member gets the same seed when a resumed run plays it again.
         seed = derive_seed(self.run_seed, "rollout", rollout_id)
         params = replace(sampling, seed=seed)
         for attempt in range(self.max_retries + 1):
@@ -159,6 +163,7 @@ class RolloutCollector:
             if rollout.status != Status.FAILED:
                 self._lost.clear()
                 return rollout
+            # Under an id of its own, for the retry is stored under the member's.
             self._failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
         self._lost.append(rollout)
         return rollout
@@ -197,6 +202,7 @@ class AgentCollector(RolloutCollector):
     ) -> Rollout:
         """One rollout of the policy, as soon as there is room for it; what it reads first is noted
         in `openings`."""
+        # Held for the whole rollout: one that waits for its tool still has its blocks in the cache.
         async with self.concurrency.place() as place:
             return await self.kit.play(
                 task,

@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nanorl.algorithms.signal import PART
 from nanorl.types import Rollout
 
+PART = "reward/"
+"""What begins the name of a part of the reward among the metrics of a rollout."""
 MOST = 1e30
 """The largest reward, either way. Advantages are fp32, whose largest number is 3e38, and rewards of
 turns are added."""
@@ -23,6 +24,7 @@ turns are added."""
 
 def unusable(rollout: Rollout) -> str:
     """What of a rollout's rewards and metrics cannot be trained on; empty where all can."""
+    # The first one is enough, and a good rollout is the usual case: nothing is collected.
     return next(_faults(rollout), "")
 
 
@@ -53,6 +55,7 @@ def _faults(rollout: Rollout) -> Iterator[str]:
 
 def check_rollout(rollout: Rollout) -> None:
     """`ValueError` names a rollout whose rewards, metrics or log-probs cannot be trained on."""
+    # A second look: rollouts also come from servers and from stores of other runs.
     if fault := unusable(rollout):
         raise ValueError(f"rollout {rollout.rollout_id}: {fault}")
     check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")

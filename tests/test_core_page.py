@@ -1,4 +1,4 @@
-"""docs/core.md lists what a decode step and a GRPO step enter: every file, and no other."""
+"""docs/core.md lists what a decode step, a GRPO step and a rollout enter: every file, no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import core_steps  # noqa: E402
-from core_steps import Entered, files_entered, trace_steps  # noqa: E402
+from core_steps import Entered, files_entered, trace_rollout, trace_steps  # noqa: E402
+
+from nanorl.sandbox.base import SandboxUnavailable  # noqa: E402
 
 ENTRY = re.compile(
     r"^(?P<number>\d+)\. \[(?P<file>[\w/.]+)\]\(\.\./(?P=file)\)\s+"
@@ -51,6 +53,7 @@ def entries(title: str) -> list[Entry]:
 
 
 DECODE, GRPO = entries("One decode step"), entries("One GRPO step")
+ROLLOUT = entries("One rollout with a tool call")
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +88,17 @@ def test_the_page_lists_what_a_grpo_step_enters(native: None, steps: dict[str, E
     assert not problems(steps["grpo"], GRPO, told)
 
 
+def test_the_page_lists_what_a_rollout_with_a_tool_call_enters() -> None:
+    try:
+        entered = trace_rollout()
+    except SandboxUnavailable as refusal:
+        pytest.skip(f"this machine isolates no programs: {refusal.reason}")
+    told = {entry.file for entry in (*DECODE, *GRPO)}
+    assert not problems(entered, ROLLOUT, told)
+
+
 def test_entries_are_numbered_and_no_file_is_listed_twice_in_a_section() -> None:
-    for section in (DECODE, GRPO):
+    for section in (DECODE, GRPO, ROLLOUT):
         assert [entry.number for entry in section] == list(range(1, len(section) + 1))
         assert len({entry.file for entry in section}) == len(section)
 

@@ -3,7 +3,9 @@
 turns.py     the tokens that a template puts behind a turn of the assistant
 call_ids.py  names of calls, and of the results that answer them
 base.py      the contract of a parser: `Parser`, `ToolCall`, the `ToolCallError` of a malformed one
-reading.py   what they share: the walk through a turn, reasoning left out, and calls in JSON
+reading.py   what they share: the walk through a turn, reasoning left out
+reasoning.py the marks of reasoning, and what a turn says behind it
+json_calls.py calls in JSON
 fenced.py    code between markers, such as ```python blocks
 hermes.py    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen
 llama.py     `{"name": ..., "parameters": {...}}`: Llama 3

@@ -58,6 +58,7 @@ def as_results(
 ) -> list[Message]:
     """The `messages` in which a parser brings the results of `calls` back, each with the name of
     its call, and with its id where the model wrote one. Those that a user says stay as they are."""
+    # One message for several results cannot name its call; templates print those as they are.
     if len(messages) != len(calls) or any(one["role"] in SPEAKERS for one in messages):
         return list(messages)
     return [_as_result(message, call) for message, call in zip(messages, calls, strict=True)]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from nanoinfer.chat.base import Parser
-from nanoinfer.chat.reading import REASONING
-from nanoinfer.chat.reply import ReplyReader
+from nanoinfer.chat.reasoning import REASONING, split_reasoning
+
+HARMONY = ("<|channel|>", "<|start|>assistant")
+"""What a turn of Harmony's holds, whose reasoning is a channel."""
+READER = "nanoinfer.chat.reply:ReplyReader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,9 @@ class ToolChat:
 
 def visible(text: str) -> str:
     """What a turn says when its reasoning is left out."""
-    said = ReplyReader().read(text).content
+    said = split_reasoning(text)[1]
+    if any(mark in text for mark in HARMONY):
+        said = resolve_name(READER)().read(text).content
     for closing in REASONING.values():  # alone where the prompt opened it
         if closing in said:
             said = said.partition(closing)[2].lstrip()

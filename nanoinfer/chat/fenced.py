@@ -64,6 +64,7 @@ class FencedParser(WalkingParser):
 
     @functools.cached_property
     def marks(self) -> Marks:
+        # Where one marker begins another, the regex has to try the longer one first.
         longest_first = sorted(self._by_mark, key=len, reverse=True)
         return Marks.of("|".join(map(re.escape, longest_first)), *longest_first)
 
@@ -77,6 +78,7 @@ class FencedParser(WalkingParser):
         fence = self._by_mark[mark.group()]
         close = fence.close.strip()
         end = text.find(close, mark.end())
+        # Read to the end of the text: what follows an open block is part of it.
         if end < 0:
             return [ToolCallError(f"the block is not closed with {close}")], len(text)
         code = text[mark.end() : end]
@@ -107,6 +109,7 @@ class FencedParser(WalkingParser):
 
     def observation(self, results: Sequence[str]) -> list[Message]:
         texts = [self.prefix + result for result in results]
+        # Many templates refuse two messages of a user in a row.
         if self.role == "user":
             texts = ["\n\n".join(texts)]
         return [{"role": self.role, "content": text} for text in texts]

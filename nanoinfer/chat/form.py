@@ -20,8 +20,8 @@ from nanoinfer.chat.base import Parser, ToolCall
 from nanoinfer.chat.call_ids import SPEAKERS, ids_of, next_ids, short_id
 from nanoinfer.chat.choose import client_tool_chat
 from nanoinfer.chat.harmony import HarmonyParser
+from nanoinfer.chat.json_calls import written_arguments
 from nanoinfer.chat.named import MistralParser
-from nanoinfer.chat.reading import written_arguments
 from nanoinfer.chat.reply import ReplyReader, mark_tokens, spoken_ids
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanoinfer.params import Output

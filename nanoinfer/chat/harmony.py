@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    MAX_CALLS,
-    Found,
-    Marks,
-    Place,
-    WalkingParser,
-    checked_call,
-    list_tools,
-    read_json,
-    too_many,
-    written_arguments,
-)
+from nanoinfer.chat.json_calls import checked_call, list_tools, read_json, written_arguments
+from nanoinfer.chat.reading import MAX_CALLS, Found, Marks, Place, WalkingParser, too_many
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

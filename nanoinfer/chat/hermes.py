@@ -16,15 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    Found,
-    Marks,
-    WalkingParser,
-    call_of,
-    list_tools,
-    read_json,
-    written_json,
-)
+from nanoinfer.chat.json_calls import call_of, list_tools, read_json, written_json
+from nanoinfer.chat.reading import Found, Marks, WalkingParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MARKS = Marks.of(re.escape(OPEN), OPEN)

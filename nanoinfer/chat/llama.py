@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    Found,
-    Marks,
-    WalkingParser,
-    call_of,
-    list_tools,
-    read_json,
-    written_json,
-)
+from nanoinfer.chat.json_calls import call_of, list_tools, read_json, written_json
+from nanoinfer.chat.reading import Found, Marks, WalkingParser
 
 PYTHON_TAG = "<|python_tag|>"
 KEYS = "name|parameters|arguments|function|type"

@@ -18,11 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    Found,
-    Marks,
-    WalkingParser,
-    beginnings,
+from nanoinfer.chat.json_calls import (
     call_of,
     checked_call,
     list_tools,
@@ -30,6 +26,7 @@ from nanoinfer.chat.reading import (
     written_arguments,
     written_json,
 )
+from nanoinfer.chat.reading import Found, Marks, WalkingParser, beginnings
 
 TOOL_CALLS = "[TOOL_CALLS]"
 MISTRAL_NAME = re.compile(

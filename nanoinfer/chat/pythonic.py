@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import MAX_DEPTH, Found, Marks, WalkingParser, checked_call
+from nanoinfer.chat.json_calls import MAX_DEPTH, checked_call
+from nanoinfer.chat.reading import Found, Marks, WalkingParser
 from nanoinfer.chat.signatures import signature
 
 MARKS = Marks.of(

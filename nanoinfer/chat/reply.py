@@ -32,7 +32,8 @@ from nanoinfer.chat.named import (
     SEPARATOR,
     TOOL_CALLS,
 )
-from nanoinfer.chat.reading import CLOSINGS, REASONING, WalkingParser, beginnings, parts_beside
+from nanoinfer.chat.reading import WalkingParser, beginnings, parts_beside
+from nanoinfer.chat.reasoning import CLOSINGS, REASONING, THINKS, split_reasoning
 
 CALL_TOKENS = frozenset(
     {"<tool_call>", "</tool_call>", PYTHON_TAG, TOOL_CALLS, "[CALL_ID]", "[ARGS]"}
@@ -41,15 +42,12 @@ CALL_TOKENS = frozenset(
 """Tokens of which calls are made."""
 REASONING_TOKENS = frozenset({*REASONING, *CLOSINGS})
 
-THINKS = re.compile(rf"\s*({'|'.join(map(re.escape, REASONING))})")
 MAY_BEGIN = re.compile(
     rf"\s*(?:{'|'.join(map(beginnings, (*REASONING, '<|channel|>', '<|start|>assistant')))}"
     r"|t|to|to=\S*\s*(?:<\|?[a-z]*\|?)?)?"
 )
 """What may become the beginning of reasoning, or of Harmony."""
 MAY_STOP = re.compile(rf"(?:{'|'.join(beginnings(stop) for stop in sorted(harmony.TOKENS))})\Z")
-TAIL = 8
-"""Tokens at the end of a prompt that may open the reasoning."""
 LONGEST_STOP = max(map(len, harmony.TOKENS))
 Mode = Literal["opening", "reasoning", "between", "content", "harmony"]
 
@@ -92,23 +90,6 @@ class ReplyReader:
         for token in self.hidden:
             text = text.replace(token, "")
         return text
-
-
-def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
-    """The reasoning of a turn that is not Harmony's, and what it says behind that."""
-    begun = THINKS.match(text)
-    mark = opened or (begun[1] if begun else "")
-    if not mark:
-        return "", text
-    start = begun.end() if begun is not None and begun[1] == mark else 0
-    reasoning, _, said = text[start:].partition(REASONING[mark])
-    return reasoning.strip(), said.lstrip()
-
-
-def opened_reasoning(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
-    """The mark of reasoning that a prompt ends with, which the turn goes on from; or empty."""
-    end = tokenizer.decode(prompt[-TAIL:]).rstrip()
-    return next((mark for mark in REASONING if end.endswith(mark)), "")
 
 
 def mark_tokens(tokenizer: ChatTokenizer, *, has_tools: bool) -> dict[int, str]:

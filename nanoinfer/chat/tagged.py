@@ -22,14 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
-from nanoinfer.chat.reading import (
-    Found,
-    Marks,
-    WalkingParser,
-    beginnings,
-    checked_call,
-    list_tools,
-)
+from nanoinfer.chat.json_calls import checked_call, list_tools
+from nanoinfer.chat.reading import Found, Marks, WalkingParser, beginnings
 from nanoinfer.chat.typed import Schemas, parameter_schemas, text_of, value_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoinfer.chat.base import Described, ToolCallError
-from nanoinfer.chat.reading import read_json
+from nanoinfer.chat.json_calls import read_json
 
 WORDS = MappingProxyType({"True": True, "False": False, "None": None})
 """As templates print them that write a value with Python's `str`."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForm
-from nanoinfer.chat.reply import ReplyStream, opened_reasoning
+from nanoinfer.chat.reasoning import opened_reasoning
+from nanoinfer.chat.reply import ReplyStream
 from nanoinfer.dialects.exchange import ApiCall, ApiReply
 from nanoinfer.params import Output
 from nanoinfer.text import TextStream

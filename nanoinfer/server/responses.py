@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import ids_of, next_ids
-from nanoinfer.chat.reply import (
-    ReplyReader,
-    ReplyStream,
-    SplitReply,
-    opened_reasoning,
-    spoken_ids,
-)
+from nanoinfer.chat.reasoning import opened_reasoning
+from nanoinfer.chat.reply import ReplyReader, ReplyStream, SplitReply, spoken_ids
 from nanoinfer.params import Output
 from nanoinfer.server.prompt_scores import prompt_scores, with_top, without_answer
 from nanoinfer.server.requests import ChatCompletion, Completion

@@ -13,7 +13,8 @@ from typing import Any
 
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.hermes import HermesParser
-from nanoinfer.chat.reading import REASONING, call_of, read_json, written_arguments
+from nanoinfer.chat.json_calls import call_of, read_json, written_arguments
+from nanoinfer.chat.reasoning import REASONING
 from nanoinfer.chat.reply import ReplyReader
 
 # As templates write calls. With free blanks a model that is unsure of the next key writes blanks to

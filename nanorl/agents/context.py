@@ -72,12 +72,14 @@ class Context:
         turn, start_ns = builder.num_turns, time.time_ns()
         while True:
             room, kind = builder.room()
+            # No token is asked for that would be cut off at once.
             if room == 0:
                 builder.truncation = kind
                 return None
             # The same seed for the pieces of an aborted turn: sampling depends on (seed, position).
             seed = derive_turn_seed(self._sampling.seed, turn)
             params = replace(self._sampling, max_tokens=room, seed=seed)
+            # The whole sequence each time: the engine's prefix cache knows all but the newest part.
             output = await self._generator.generate(builder.prompt_ids, params)
             builder.append_action(output)
             if output.finish_reason != "abort":
@@ -85,6 +87,7 @@ class Context:
         self.times.append(TurnTimes(start_ns=start_ns, end_ns=time.time_ns()))
         text = builder.action_text()
         self.messages.append({"role": "assistant", "content": text})
+        # Half a call would be read as another one than was meant.
         return text if builder.is_parseable else None
 
     @property

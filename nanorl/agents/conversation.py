@@ -154,7 +154,7 @@ class Conversation:
             events: list[Event] = [*before, Said(messages, opening.tools)]
             builder = self._builder(events)
             reply = Reply(model=model, prompt=task.prompt_text)
-            episode = _Episode(self, builder, env, events, reply, listener)
+            episode = _Exchange(self, builder, env, events, reply, listener)
             await episode.play(engine)
         finally:
             if env is not None:
@@ -183,7 +183,7 @@ class Conversation:
 
 
 @dataclass
-class _Episode:
+class _Exchange:
     """The agent's turns about one message."""
 
     conversation: Conversation

@@ -99,6 +99,7 @@ class Episode:
     async def start(self) -> None:
         """Reset the environment and encode its opening."""
         self.opening = await self.env.reset(self.task)
+        # Here alone is a chat encoded as a whole: all that follows is appended to its tokens.
         self.context.begin(self.opening.messages, self.opening.tools)
 
     def record(self) -> AbstractAsyncContextManager[Any]:
@@ -114,6 +115,7 @@ class Episode:
     async def step(self, text: str) -> TimeStep:
         """The environment's reply to a turn. One that ends the episode sets `answer`."""
         step, _ = await self.step_in(self.context, text)
+        # A loop may go on after an end (feedback.py); then the answer was none.
         self.answer = step.answer if step.is_done else None
         return step
 
@@ -143,6 +145,8 @@ class Episode:
 
     async def judge(self) -> Score:
         """The environment's score of what was said so far."""
+        # The rollout has to be there for a reward to look at it, so it is made twice: here with no
+        # reward, and with one when the score is known.
         return await self.env.score(self.rollout(Score(0.0)), self.transcript())
 
     def begin_anew(self, messages: Sequence[Message]) -> bool:
@@ -222,6 +226,7 @@ class Episode:
         rollout = self.context.builder.close(0.0, Status.FAILED if score is None else None)
         if self.recording is not None:
             rollout = self.recording.rollout(rollout)
+        # In the order of paths: sub-agents end in any order, and a rollout is stored in one.
         beside = [self._beside[path] for path in sorted(self._beside)]
         rollout.branches += [one.builder.branch(is_history=True) for one in self._histories]
         rollout.branches += [one.builder.branch() for one in beside if one.builder.num_turns]
@@ -229,6 +234,7 @@ class Episode:
             for name, value in context.builder.metrics.items():
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + value
         rollout.metrics["num_turns"] = float(rollout.num_turns)
+        # Both may be there: then what failed matters more than what an agent broke down of.
         rollout.error = error or self.trouble
         if score is not None:
             rollout.reward = score.total

@@ -55,6 +55,7 @@ class Kit:
         openings: dict[str, Opening] | None = None,
     ) -> Rollout:
         """One rollout of the policy behind `generator`."""
+        # An agent and an episode are made for each rollout: nothing of one reaches another.
         return await self.agent(generator, openings).play(
             task,
             self.environment(is_tool_enabled=is_tool_enabled),

@@ -37,6 +37,7 @@ async def tool(episode: Episode) -> None:
     await episode.start()
     while (text := await episode.turn()) is not None:
         step = await episode.step(text)
+        # What does not fit ends the episode too: the policy would answer what it has not read.
         if step.is_done or not episode.observe(step):
             return
 
@@ -105,10 +106,12 @@ class Agent:
         start_ns = time.time_ns()
         loop = resolve_name(LOAD_LOOP)(task.agent) if task.agent else self.loop
         try:
+            # The score is inside of the limit: a reward may hang as a tool may.
             async with asyncio.timeout(self.deadline_s):
                 await loop(episode)
                 score = await episode.judge() if episode.score is None else episode.score
         except InfrastructureError as error:
+            # Without a score it is FAILED, never 0: the policy is not to blame for a machine.
             return episode.rollout(None, str(error))
         except TimeoutError:
             limit = f"--agent.deadline-s {self.deadline_s:g}"
@@ -118,9 +121,11 @@ class Agent:
                 self.openings[rollout_id] = episode.opening
             if self.times is not None:
                 self.times.add(rollout_id, start_ns, episode.times())
+            # Whatever happened, also where the task was cancelled: a session holds a worker.
             with suppress(InfrastructureError, TimeoutError):  # the score stands already
                 async with asyncio.timeout(CLOSE_S):
                     await env.close()
+        # Only here, so that a curve of answers counts no rollout that failed.
         episode.context.builder.metrics["answered"] = float(episode.answer is not None)
         rollout = episode.rollout(score)
         if fault := unusable(rollout):  # it would reach the advantages of the whole group

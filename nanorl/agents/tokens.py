@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.chat.reply import TAIL, opened_reasoning
+from nanoinfer.chat.reasoning import TAIL, opened_reasoning
 from nanoinfer.chat.turns import AfterTurn, answered_turn, ids_after_turn
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
@@ -102,6 +102,7 @@ class TurnBuilder:
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
                 f"{self.limits.max_context_tokens}: raise the limit or drop the task"
             )
+        # With mask 0: nobody sampled the prompt, so nothing is learnt of it.
         self._append_fixed(ids)
 
     def room(self) -> tuple[int, Truncation]:
@@ -110,6 +111,7 @@ class TurnBuilder:
         if self.limits.max_response_tokens is not None:
             rooms.append((self.limits.max_response_tokens - self.num_action_tokens, "response"))
         rooms.append((self.limits.max_context_tokens - len(self._tokens), "context"))
+        # The first of equal rooms is named, so a turn's own limit wins over the context's.
         size, kind = min(rooms, key=lambda room: room[0])
         return max(size, 0), kind
 
@@ -121,6 +123,7 @@ class TurnBuilder:
             f"{len(output.versions)} versions"
         )
         _, limit = self.room()
+        # An aborted output is the first piece of a turn, so the next one belongs to its span.
         start = self.spans.pop().action_start if self._is_aborted else len(self._tokens)
         self._tokens += ids
         self._mask += [1] * len(ids)
@@ -164,6 +167,7 @@ class TurnBuilder:
         said = [self._shorten(one) for one in messages]
         history, after = self._answered(said, request)
         delta = after.ids
+        # All or nothing: a policy that read half an observation would learn to answer it.
         if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
             self.truncation = "context"
             return False
@@ -181,6 +185,7 @@ class TurnBuilder:
 
     def note(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Record the environment's reward for the last action; metrics of the turns add up."""
+        # Turns that nobody rewarded have no entry yet: fill up, then add this one.
         self._turn_rewards += [0.0] * (len(self.spans) - 1 - len(self._turn_rewards)) + [reward]
         self._turn_metrics += [{} for _ in range(len(self.spans) - 1 - len(self._turn_metrics))]
         self._turn_metrics.append(dict(metrics))

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from nanorl.algorithms.spec import TURN_REWARDS, AlgorithmSpec
+from nanorl.finite import PART
 from nanorl.types import Rollout
-
-PART = "reward/"
-"""What begins the name of a part of the reward among the metrics of a rollout."""
 
 
 def earned(spec: AlgorithmSpec, rollout: Rollout) -> Hashable:

@@ -31,7 +31,7 @@ from typing import Any
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForms
-from nanoinfer.chat.reply import opened_reasoning
+from nanoinfer.chat.reasoning import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.call_params import call_grammar, check_stop
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of

@@ -60,6 +60,7 @@ class ActionFormat:
 
     def answer_in(self, text: str) -> str | None:
         """The answer that a turn gives; None without one."""
+        # Models drop and add blanks around markers, which change nothing.
         marker = self.answer.strip()
         for line in reversed(text.splitlines()):  # of several answers the last one counts
             if marker in line:

@@ -3,7 +3,7 @@ print, and answers.
 
 The hidden answer never comes to the sandbox in any form: programs see the task's `files`, and
 nothing else.
-Left out: the tasks, which are drawn from a preset's family (nanorl/tasks/problem.py), and the
+Left out: the tasks, which are drawn from a preset's family (nanorl/tasks/family.py), and the
 sloppy teacher that shows how the tool is used (nanorl/tasks/teachers.py); a preset brings both.
 """
 
@@ -41,7 +41,7 @@ class CodeEnv(Env):
 
 
 class TaskFamily(Protocol):
-    """A source of tasks, such as `nanorl.tasks.problem.Family`."""
+    """A source of tasks, such as `nanorl.tasks.family.Family`."""
 
     def tasks(self, seed: int) -> Any:
         """A `TaskSet` (env_kind.py)."""
@@ -77,6 +77,7 @@ class CodeKind:
         return self.family.tasks(seed)
 
     def open(self, services: Services) -> Environment:
+        # The tool has no state, so all episodes share the one object.
         return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat:

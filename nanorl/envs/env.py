@@ -114,8 +114,10 @@ class Env:
     def done(self, reward: float | None = None, answer: object = None) -> Done:
         """End the episode, with its reward, or with an answer that `score` judges. A method says so
         by returning it: `return self.done(reward=1.0)`."""
+        # Checked here and not later: the message can still name the line that said it.
         number = None if reward is None else self._number(reward, "done(reward=")
         done = Done(reward=number, answer=None if answer is None else str(answer))
+        # Kept as well as returned: who forgets the `return` is told so, instead of playing on.
         self.__dict__["_done"] = done
         return done
 
@@ -171,6 +173,7 @@ def last_number(text: str, default: float | None = None) -> float | None:
     does not raise.
     """
     found = re.findall(r"[-+]?[0-9]+(?:\.[0-9]+)?", text)
+    # A model may write a number of a thousand digits.
     if not found or math.isinf(float(found[-1])):
         return default
     return float(found[-1]) if "." in found[-1] else int(found[-1])
@@ -178,6 +181,7 @@ def last_number(text: str, default: float | None = None) -> float | None:
 
 def final_answer(text: str) -> str:
     """What follows the last "Answer:" of a text, to the end of its line; without one, all of it."""
+    # The last one counts: models repeat the form of an answer while they think.
     for line in reversed(text.splitlines()):
         if ANSWER in line:
             return line.rpartition(ANSWER)[2].strip()

@@ -59,6 +59,7 @@ class EnvEpisode:
             open_session=self._open_session,
         )
         env.__dict__["_context"] = self._context
+        # May be a coroutine, as all methods of an environment may.
         opened = await self._ask(env.reset)
         if opened is not None:
             self._opened = _texts(_messages(opened))
@@ -75,6 +76,7 @@ class EnvEpisode:
     async def step(self, text: str) -> TimeStep:
         self._outcome = None  # a loop may go on after an end, which then was none
         calls = self._parser.read(text) if self._parser is not None else []
+        # A call wins over text beside it, which was written before the output was seen.
         if calls:
             return await self._answer_calls(calls)
         said = await self._ask(self.env.step, visible(text))
@@ -115,6 +117,7 @@ class EnvEpisode:
 
     async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
         """The reward that ended the episode, or else the environment's score of it."""
+        # An environment that ended the episode with a reward is not asked for another score.
         if self._outcome is not None:
             return Score(self._outcome)
         self.env.rollout = rollout
@@ -160,8 +163,10 @@ class EnvEpisode:
         if not self._services.is_tool_enabled:
             self._context.metrics["num_refused_calls"] += len(calls)
             return self._time_step(self._brought([TOOL_UNAVAILABLE] * len(calls), calls))
+        # Other rollouts decode meanwhile: this is where an episode waits.
         results = await answer_calls(calls, self._tools, self._context)
         ended = self.env._take_done()
+        # A tool that says `done` has to return it, or the call would be answered and go on.
         if ended is not None and results.submitted is None:
             raise self._not_returned("a tool")
         counts = {
@@ -189,6 +194,7 @@ class EnvEpisode:
 
     def _time_step(self, said: Any) -> TimeStep:
         assert self._context is not None
+        # Of this turn alone: metrics of turns are added up later, per turn and per rollout.
         counted, self._context.metrics = self._context.metrics, Counter()
         reward, metrics = self.env._take()
         metrics |= {name: float(value) for name, value in counted.items()}

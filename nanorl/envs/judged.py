@@ -12,7 +12,7 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
 from nanorl.rewards.base import Reward, Score, Transcript
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.types import Rollout, Task
 
 

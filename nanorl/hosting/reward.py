@@ -13,7 +13,7 @@ from typing import Any
 
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.rewards.base import Reward, Score, Transcript, as_score
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.rewards.load import load_reward
 from nanorl.types import Rollout, Task
 

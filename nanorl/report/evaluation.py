@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from nanorl.finite import PART
 from nanorl.report.statistics import Measured, mean_of_tasks, pass_at_k, share_of_tasks
 from nanorl.report.summary import write_atomically
 from nanorl.types import Rollout, Task
 
-PART = "reward/"
-"""What the names of a reward's parts begin with among a rollout's metrics."""
 PROMPT_CHARS = 200  # of a task in the file
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nanorl.finite import PART
 from nanorl.report.charts import (
     build_charts,
     duration,
@@ -25,7 +26,6 @@ from nanorl.report.charts import (
     success_bars,
     text,
 )
-from nanorl.report.evaluation import PART
 from nanorl.report.examples import Example, Rate
 from nanorl.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.report.trace import Decode, Segment, TokenView, trace_rollout

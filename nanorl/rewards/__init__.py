@@ -1,7 +1,7 @@
 """Rewards score what the policy did, on the host and outside of the sandbox.
 
 base.py          the contract: `Reward`, its verdict `Score`, and what it reads (`Transcript`)
-function.py      a user's plain function as a reward (`as_reward`)
+function_reward.py a user's plain function as a reward (`as_reward`)
 load.py          finds a reward by its name or by where the user's own lies
 rule.py          1 if the answer equals the hidden one, numbers compared by value; else 0
 math.py          the same for formulas, through math-verify

@@ -2,7 +2,7 @@
 
 What a reward cannot say is never zero: None, an exception, NaN and results of another kind are the
 infrastructure's failure, and the rollout is played again.
-Left out: plain functions as rewards (function.py), and how a total becomes an advantage
+Left out: plain functions as rewards (function_reward.py), and how a total becomes an advantage
 (nanorl.algorithms). Next: rule.py, the plainest of those that come along.
 """
 
@@ -68,9 +68,11 @@ def as_score(result: Any, name: str) -> Score:
 
 def _number(value: Any, what: str) -> float:
     """Numbers, truth values, and scalars of numpy and torch; what is infinite says nothing."""
+    # Rewards come from numpy and torch as well; neither has to be imported to tell.
     number = value.item() if getattr(value, "shape", None) == () else value
     if isinstance(number, Real) and math.isfinite(number):
         return float(number)
     shown = repr(value)
+    # A reward that returned the whole transcript would fill the log.
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     raise InfrastructureError(f"{what} {shown}: a score is a finite number, or a Score of them")

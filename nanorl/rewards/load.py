@@ -14,7 +14,7 @@ from typing import Any
 
 from nanorl.plugins import load_object
 from nanorl.rewards.base import Reward
-from nanorl.rewards.function import as_reward
+from nanorl.rewards.function_reward import as_reward
 
 REWARDS: Mapping[str, str] = MappingProxyType(
     {

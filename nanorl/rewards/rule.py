@@ -52,6 +52,7 @@ class RuleReward:
         given, wanted = parse_number(answer), parse_number(expected)
         if given is None or wanted is None:
             return False
+        # A whole number is exact: a tolerance would let 1000 pass for 1001.
         if wanted.denominator == 1 and not re.search(r"[.eE]", expected):
             return given == wanted
         tolerance = parse_number(self.rel_tolerance)
@@ -66,10 +67,12 @@ class RuleReward:
 def parse_number(text: str) -> Fraction | None:
     """The exact value of a decimal number, or None for any other or an absurdly long text."""
     text = text.strip()
+    # isascii: other scripts have digits too, which a checker of answers need not know.
     match = _NUMBER.fullmatch(text) if len(text) <= _MAX_DIGITS and text.isascii() else None
     if match is None:
         return None
     exponent = match.group(5)
+    # 1e999999999 would be a fraction of a billion digits.
     if exponent is not None and (len(exponent) > 4 or abs(int(exponent)) > _MAX_EXPONENT):
         return None
     return Fraction(text)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from nanorl.rewards.base import Reward, Score, Transcript
-from nanorl.rewards.function import as_reward, score_rollout
+from nanorl.rewards.function_reward import as_reward, score_rollout
 from nanorl.types import Rollout, Task
 
 

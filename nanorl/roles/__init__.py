@@ -5,7 +5,8 @@ replica.py     an inference engine; router.py shares requests out among several
 servers.py     engines that somebody else started: ours (http_replica.py), vLLM, SGLang
 collector.py   agents, environments and sandboxes
 scorers.py     the reference and the critic
-role.py        one role under supervision: its handle, its restarts
+role.py        a role is called by the name of a method; in one process that is a call
+actor_role.py  a role in a process of its own, under supervision: its handle, its restarts
 base.py        what a run asks of its roles; inline.py and cluster.py are the two answers
 
 Where a role runs never changes what it computes: weights and rollouts of a synchronous run are

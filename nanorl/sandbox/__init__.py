@@ -7,6 +7,7 @@ On the host, in reading order:
     base.py          the contract: `SandboxSpec` in, `ExecResult` out, and two errors
     choice.py        `--sandbox auto`: which back end is taken on this machine
     pool.py          `SandboxPool`, the one entry; it starts only if a canary sees nothing but walls
+    opening.py       finds bubblewrap and tries its walls, once for a pool
     canary.py        a program that tries to get out
     dispatch.py      the thread that feeds the workers and reads their output
     execution.py     one program on its way through a worker

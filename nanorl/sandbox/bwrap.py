@@ -23,7 +23,6 @@ from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
-TIER = "bwrap"
 _MAIN = """import sys
 sys.path[0] = '/sbx'
 from nanorl.sandbox.first import HeldHooks, enter_pid_namespace

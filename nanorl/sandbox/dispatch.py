@@ -20,13 +20,11 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
+from typing import Protocol
 
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
-from nanorl.sandbox.bwrap import TIER, BwrapWorker
 from nanorl.sandbox.execution import Attempt, Execution, Stream
-from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
@@ -53,13 +51,31 @@ class Size:
     idle_s: float
 
 
+class Worker(Protocol):
+    """A process that runs one program after the other behind its walls (bwrap.py)."""
+
+    control: socket.socket
+    """Its end of the conversation in protocol.py."""
+    memory_tier: str
+
+    def num_oom_kills(self) -> int:
+        """Programs that the kernel has killed for their memory, since it started."""
+        ...
+
+    def messages(self) -> str:
+        """What it said when it did not start."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class WorkerSlot:
     """A place for one worker, and the execution that it tries at present."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.state = State.DEAD
-        self.worker: BwrapWorker | None = None
+        self.worker: Worker | None = None
         self.deadline = float("inf")
         self.watch_at = float("inf")  # when the attempt's output is to be looked at
         self.idle_since = 0.0
@@ -77,19 +93,11 @@ class Dispatcher:
     check_s = 5.0  # how often an idle worker is asked whether it still is there
     answer_s = 10.0  # and how long it may take to say so, on a busy machine
 
-    def __init__(
-        self,
-        spec: SandboxSpec,
-        bwrap: Path,
-        python: Interpreter,
-        size: Size,
-        ablate: frozenset[str],
-    ) -> None:
+    def __init__(self, spec: SandboxSpec, size: Size, new_worker: Callable[[int], Worker]) -> None:
+        """`new_worker` starts the worker of that number, and returns before it is warm."""
         self.spec = spec
         self.size = size
-        self.bwrap = bwrap
-        self.python = python
-        self.ablate = ablate
+        self._new_worker = new_worker
         self.start_error = ""
         self.memory_tier = ""
         self._slots = [WorkerSlot(index) for index in range(size.most)]
@@ -202,12 +210,9 @@ class Dispatcher:
             execution = self._queue.popleft()
         return execution
 
-    def _new_worker(self, slot: WorkerSlot) -> BwrapWorker:
-        return BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
-
     def _start(self, slot: WorkerSlot) -> None:
         try:
-            slot.worker = self._new_worker(slot)
+            slot.worker = self._new_worker(slot.index)
         except (SandboxFailure, OSError) as error:
             self._on_start_failure(slot, str(error))
             return
@@ -335,7 +340,7 @@ class Dispatcher:
         self._rest(slot, time.monotonic())
         if slot.num_runs >= self.spec.max_runs_per_worker:
             self._stop(slot)
-        succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
+        succeed(attempt.execution, judge(outcome, stdout, stderr, limit, protocol.TIER))
 
     def _on_broken_worker(self, slot: WorkerSlot) -> None:
         """The worker broke under a program: once more on a fresh one, then it is its doing."""
@@ -347,7 +352,7 @@ class Dispatcher:
         if attempt.execution.num_errors < 2:
             slot.execution = attempt.execution
         else:
-            succeed(attempt.execution, blame(is_oom, TIER))
+            succeed(attempt.execution, blame(is_oom, protocol.TIER))
 
     def _on_idle_death(self, slot: WorkerSlot, attempt: Attempt) -> None:
         """The worker died while nothing ran in it; that is not the next program's doing."""

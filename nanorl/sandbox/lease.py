@@ -12,8 +12,8 @@ from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
+from nanorl.sandbox import protocol
 from nanorl.sandbox.base import SandboxFailure
-from nanorl.sandbox.bwrap import TIER, BwrapWorker
 from nanorl.sandbox.dispatch import (
     MAX_STARTS,
     Attempt,
@@ -145,9 +145,6 @@ class SessionDispatcher(Dispatcher):
         self._places.remove(place)
         self._slots.remove(place)
 
-    def _new_worker(self, slot: WorkerSlot) -> BwrapWorker:
-        return BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate, True)
-
     def _next_execution(self, slot: WorkerSlot) -> Execution | None:
         assert isinstance(slot, _Place), "all slots are made in _add_place"
         while slot.lease and slot.lease.queue:
@@ -199,7 +196,7 @@ class SessionDispatcher(Dispatcher):
             lost += slot.lease.queue
             slot.lease.queue.clear()
         for execution in lost:
-            succeed(execution, blame(is_oom, TIER))
+            succeed(execution, blame(is_oom, protocol.TIER))
 
     def _abandon(self) -> list[Execution]:
         leases = [*self._waiting, *(place.lease for place in self._places if place.lease)]

@@ -6,16 +6,13 @@
 Starts only if a canary, really run, sees nothing but walls; otherwise `SandboxUnavailable`, with
 the reason and what to do. There is no weaker mode. Every run is stateless; what is to be kept for
 an episode, a folder or an interpreter, is a session's (session.py).
-Next: dispatch.py (the thread that feeds the workers).
+Next: dispatch.py (the thread that feeds the workers), opening.py (how the walls are tried).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import platform
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -23,26 +20,16 @@ from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from nanorl.sandbox import canary, memory
-from nanorl.sandbox.base import (
-    Capabilities,
-    ExecResult,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-)
-from nanorl.sandbox.bwrap import TIER
+from nanorl.sandbox.base import Capabilities, ExecResult, SandboxFailure, SandboxSpec
 from nanorl.sandbox.dispatch import Dispatcher, Size
-from nanorl.sandbox.interpreter import find_python
-from nanorl.sandbox.machine import explain, find_bwrap
 from nanorl.sandbox.protocol import FOLDERS
 from nanorl.sandbox.request import program_execution
 
-_CANARY_TIMEOUT_S = 10.0
+_OPENING = "nanorl.sandbox.opening:open_pool"
+"""Finds bubblewrap and tries the walls: once, so it is no part of running a program."""
 # Most runs open no session, so what they need is loaded with the first one.
 _ARCHIVE = "nanorl.sandbox.session:archive_of"
 _SESSION = "nanorl.sandbox.session:Session"
-_SESSIONS = "nanorl.sandbox.lease:SessionDispatcher"
 
 
 class SandboxPool:
@@ -75,63 +62,19 @@ class SandboxPool:
         if not idle_s > 0:
             raise ValueError(f"idle_s={idle_s} must be a positive number of seconds")
         self.spec = spec
-        self._dispatcher = self._open(Size(num_workers, most, idle_s))
+        opened = resolve_name(_OPENING)(spec, Size(num_workers, most, idle_s), self.ablate)
+        self._dispatcher: Dispatcher = opened.dispatcher
+        self._opened = opened
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
         self._sessions: Any = None  # the dispatcher of sessions, once one was opened
         self._sessions_lock = threading.Lock()
         self._is_session_probed = False
-        self.capabilities = Capabilities(
-            tier=TIER,
-            isolates=frozenset({"fs", "net", "pid", "mem", "kernel"}),
-            memory=self._dispatcher.memory_tier,
-            details={
-                "bwrap": str(self._dispatcher.bwrap),
-                "python": str(self._dispatcher.python.path),
-            },
-        )
+        self.capabilities: Capabilities = opened.capabilities
         if self.capabilities.memory == "watcher":
             logging.getLogger(__name__).warning(
                 "no memory cgroup can be created: the sandbox watches memory itself, at least "
                 "every 50 ms, with at most 128 descriptors and 32 processes a program"
             )
-
-    def _open(self, size: Size) -> Dispatcher:
-        """The first bubblewrap in which the canary sees only walls."""
-        if sys.platform != "linux":
-            raise SandboxUnavailable(
-                f"the sandbox needs Linux namespaces, this is {sys.platform}",
-                "run on Linux, or in a Linux virtual machine",
-            )
-        if platform.machine() not in ("x86_64", "aarch64"):
-            raise SandboxUnavailable(
-                f"no system-call table for {platform.machine()}", "run on x86_64 or aarch64"
-            )
-        memory.sweep()
-        python = find_python(self.spec)
-        refusals = []
-        for bwrap in find_bwrap(self.spec):
-            dispatcher = Dispatcher(self.spec, bwrap, python, size, self.ablate)
-            try:
-                self._probe(dispatcher)
-                return dispatcher
-            except SandboxUnavailable as refusal:
-                refusals.append(refusal)
-                dispatcher.close()
-            except BaseException:
-                dispatcher.close()
-                raise
-        raise refusals[0]
-
-    def _probe(self, dispatcher: Dispatcher) -> None:
-        execution = program_execution(self.spec, canary.CODE, {}, timeout_s=_CANARY_TIMEOUT_S)
-        dispatcher.submit(execution)
-        try:
-            result = execution.future.result()
-        except SandboxFailure as failure:
-            raise explain(dispatcher.start_error) from failure
-        leak = canary.find_leak(result)
-        if leak and not self.ablate:
-            raise explain(leak)
 
     async def run(
         self,
@@ -146,6 +89,7 @@ class SandboxPool:
         Cancelling the await kills the program. Raises SandboxFailure when the machinery, not the
         program, is at fault, and ValueError for file names that are not plain names.
         """
+        # The dispatcher's thread settles the future; this loop goes on decoding until then.
         return await asyncio.wrap_future(self._submit(code, files, stdin, timeout_s))
 
     def run_sync(
@@ -174,7 +118,8 @@ class SandboxPool:
         session = resolve_name(_SESSION)(self._session_dispatcher(), archive, folder)
         try:
             if not self._is_session_probed:
-                await self._probe_session(session)
+                await self._opened.probe_session(session)
+                self._is_session_probed = True
             else:
                 await session.lay()
         except BaseException:
@@ -182,22 +127,12 @@ class SandboxPool:
             raise
         return session
 
-    async def _probe_session(self, session: Any) -> None:
-        result = await session.run(canary.CODE, _CANARY_TIMEOUT_S)
-        leak = canary.find_leak(result, files_in_tmp=[])
-        if leak and not self.ablate:
-            raise explain(leak)
-        self._is_session_probed = True
-
     def _session_dispatcher(self) -> Any:
         with self._sessions_lock:
             if not self._finalizer.alive:
                 raise SandboxFailure("the sandbox pool is closed")
             if self._sessions is None:
-                of_runs = self._dispatcher
-                size = Size(0, 0, math.inf)  # it makes and ends its workers with its sessions
-                arguments = (self.spec, of_runs.bwrap, of_runs.python, size, self.ablate)
-                self._sessions = resolve_name(_SESSIONS)(*arguments)
+                self._sessions = self._opened.open_sessions()
                 weakref.finalize(self, self._sessions.close)
             return self._sessions
 

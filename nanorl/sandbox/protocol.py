@@ -25,6 +25,7 @@ FLAG_DONE = 16  # a session's interpreter came to the end of its code, and waits
 FLAG_FORGOT = 32  # the session's interpreter ended: its names are gone
 NO_STATUS = -1  # the execution was killed from outside
 PROGRAM_NAME = "program.py"
+TIER = "bwrap"  # what stands in results
 FILTER_PATH = "/sbx/filter.bpf"  # where a worker finds its system-call filter
 
 # What a session's worker can be asked for (keeper.py); a stateless one knows PROGRAM alone.

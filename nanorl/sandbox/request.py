@@ -39,6 +39,7 @@ def _check_files(spec: SandboxSpec, files: Mapping[str, str]) -> None:
                 f"files: {name!r} must be a plain file name of at most 255 bytes, without "
                 f"'/', and other than {PROGRAM_NAME}"
             )
+    # A character is up to four bytes, so no text has to be encoded only to be counted.
     if 4 * sum(map(len, files.values())) > 2 * spec.tmp_bytes:
         raise ValueError("files: they may fill half of tmp_bytes at most; raise tmp_bytes")
     if 2 * len(files) > spec.tmp_inodes:

@@ -9,14 +9,10 @@ Only the teacher of the warm start reads `habit`, and it and hindsight (nanorl/h
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from nanorl.types import Task, content_id, split_of
-
-if TYPE_CHECKING:
-    from nanorl.tasks.source import GeneratedTasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +34,6 @@ class Problem(Task):
 
 
 ProblemGenerator = Callable[[random.Random], Problem]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The generators of one preset by kind; the kinds in `several_turns` need to look first."""
-
-    name: str
-    generators: Mapping[str, ProblemGenerator]
-    several_turns: frozenset[str] = field(default_factory=frozenset)
-
-    def tasks(self, seed: int) -> GeneratedTasks[Problem]:
-        """The tasks of a run that trains on this family."""
-        from nanorl.tasks.source import GeneratedTasks  # here: source.py knows problems
-
-        return GeneratedTasks(generators_of([self]), seed)
-
-
-def generators_of(families: Sequence[Family]) -> dict[str, ProblemGenerator]:
-    """The generators of all families by names such as `tiny/sums`."""
-    return {
-        f"{family.name}/{kind}": generator
-        for family in families
-        for kind, generator in family.generators.items()
-    }
 
 
 def make_problem(

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import random
 
-from nanorl.tasks.problem import Family, Problem, in_base, make_problem
+from nanorl.tasks.family import Family
+from nanorl.tasks.problem import Problem, in_base, make_problem
 
 
 def smollm2_family() -> Family:

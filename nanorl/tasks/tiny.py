@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from nanorl.tasks.problem import Family, Problem, ProblemGenerator, in_base, make_problem
+from nanorl.tasks.family import Family
+from nanorl.tasks.problem import Problem, ProblemGenerator, in_base, make_problem
 
 SEPARATORS = ",;/:"
 PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97)

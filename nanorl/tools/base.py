@@ -90,6 +90,7 @@ class ToolContext:
     async def close(self) -> None:
         """Close the session, if one was opened, and what else tools hold; safe to call twice."""
         async with self._lock, AsyncExitStack() as stack:  # all are closed, even if one fails
+            # Taken away first, so that a second `close` finds nothing to end twice.
             session, self._session = self._session, None
             opened, self.opened = self.opened, {}
             for one in opened.values():

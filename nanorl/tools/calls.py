@@ -34,6 +34,7 @@ async def answer_calls(
     """Run the calls of one turn at the same time. Of several submissions the first one counts."""
     tasks = [asyncio.ensure_future(_answer(call, tools, context)) for call in calls]
     try:
+        # In the order of the calls, whoever was first: an observation does not depend on timing.
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:  # one of them failed, or the episode was cancelled
@@ -55,6 +56,7 @@ async def _answer(
         return call
     tool = tools.get(call.name)
     if tool is None:
+        # An answer, no error of ours: the policy reads which tools there are and tries again.
         known = ", ".join(tools) or "none"
         return ToolError(f"there is no tool {call.name!r}; the tools are: {known}")
     try:

@@ -42,6 +42,7 @@ class PythonTool:
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """What the program printed; `InfrastructureError` where the sandbox is to blame."""
         code = arguments.get("code")
+        # A model writes the arguments, so anything can stand in them.
         if len(arguments) != 1 or not isinstance(code, str):
             raise ToolError('python takes one argument, the text of the program: "code"')
         if not code.strip():
@@ -55,7 +56,9 @@ class PythonTool:
                 code, files=context.task.files, timeout_s=context.timeout_s
             )
         except SandboxFailure as error:
+            # Not an observation: a policy that reads of our broken machine would learn from it.
             raise InfrastructureError(f"the sandbox failed: {error}") from error
+        # How programs end is the first curve to look at when a run does not learn.
         context.metrics[f"num_exec_{result.status}"] += 1
         return describe(result)
 

@@ -24,6 +24,7 @@ KILLED: Mapping[ExecStatus, str] = MappingProxyType(
 
 def describe(result: ExecResult) -> str:
     """The text that the model reads: the output, then for a failure the reason in one line."""
+    # Programs print any bytes; what is no text still has to be shown somehow.
     stdout = result.stdout.decode("utf-8", errors="replace").rstrip()
     return "\n".join(part for part in (stdout, _reason(result)) if part) or NO_OUTPUT
 
@@ -33,6 +34,7 @@ def last_error_line(stderr: str) -> str:
     lines = [line for line in stderr.rstrip().splitlines() if line.strip()]
     if not lines:
         return ""
+    # The last place is the innermost frame: most often the line that a model can mend.
     places = [i for i, line in enumerate(lines) if line.lstrip().startswith("File ")]
     where = ""
     if places and (number := lines[places[-1]].partition(", line ")[2]):
@@ -45,5 +47,6 @@ def _reason(result: ExecResult) -> str:
         return ""
     if result.status is ExecStatus.ERROR:
         stderr = result.stderr.decode("utf-8", errors="replace")
+        # A whole traceback costs more tokens than it tells.
         return last_error_line(stderr) or f"exit code {result.exit_code}"
     return KILLED[result.status]

@@ -13,7 +13,8 @@ from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.call_ids import ids_of, next_ids, short_id
 from nanoinfer.chat.choose import BY_NAME
 from nanoinfer.chat.form import ChatForm
-from nanoinfer.chat.reply import mark_tokens, opened_reasoning
+from nanoinfer.chat.reasoning import opened_reasoning
+from nanoinfer.chat.reply import mark_tokens
 from nanoinfer.dialects import ChatDialect, MessagesDialect, ResponsesDialect
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
 from nanoinfer.params import Output

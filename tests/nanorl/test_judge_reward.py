@@ -18,7 +18,7 @@ import pytest
 
 from nanorl.rewards import judge_models
 from nanorl.rewards.base import Transcript
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.rewards.judge import JudgeReward, read_verdict
 from nanorl.rewards.judge_models import FolderJudge, JudgeFailed, JudgeLimits
 from nanorl.types import InfrastructureError, Rollout, Task

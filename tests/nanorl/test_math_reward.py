@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanorl.rewards.base import Transcript
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.rewards.math import MathReward, formula_in
 from nanorl.types import InfrastructureError, Rollout, Task
 

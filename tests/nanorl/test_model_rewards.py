@@ -27,7 +27,7 @@ from tiny_text import VOCAB, make_tokenizer
 from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
 from nanorl.rewards import reward_model
 from nanorl.rewards.base import Transcript
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.rewards.reward_model import ModelReward
 from nanorl.types import Rollout, Task
 

@@ -31,7 +31,7 @@ from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
 from nanorl.envs.remote.server import EnvServer, ServeLimits
 from nanorl.presets import get_preset
-from nanorl.rewards.function import as_reward
+from nanorl.rewards.function_reward import as_reward
 from nanorl.run.agent_kit import AgentKit
 from nanorl.run.evaluation import evaluate
 from nanorl.tasks.tiny_model import build_tiny_model

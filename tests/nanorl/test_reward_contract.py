@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.function import as_reward, score_rollout
+from nanorl.rewards.function_reward import as_reward, score_rollout
 from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.rewards.rule import RuleReward
 from nanorl.rewards.weighted import WeightedReward

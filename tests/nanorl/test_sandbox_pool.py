@@ -31,8 +31,8 @@ from nanorl.sandbox import (
     SandboxUnavailable,
     bwrap,
     dispatch,
-    lease,
     memory,
+    opening,
 )
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.machine import find_bwrap
@@ -586,9 +586,10 @@ def test_a_worker_that_is_struck_while_it_starts_is_no_fault_of_the_machine(
     start, struck = bwrap.BwrapWorker, dict[bool, int]()
     monkeypatch.setattr(dispatch, "_START_LIMIT_S", 3.0)
 
-    def strike_the_first(*arguments: Any) -> bwrap.BwrapWorker:
-        worker = start(*arguments)
-        is_session = len(arguments) > 5
+    def strike_the_first(
+        *arguments: Any, is_session: bool = False, **options: Any
+    ) -> bwrap.BwrapWorker:
+        worker = start(*arguments, is_session=is_session, **options)
         if is_session not in struck:
             struck[is_session] = worker.pid
             os.kill(worker.pid, number)
@@ -601,8 +602,7 @@ def test_a_worker_that_is_struck_while_it_starts_is_no_fault_of_the_machine(
         finally:
             await session.close()
 
-    monkeypatch.setattr(dispatch, "BwrapWorker", strike_the_first)
-    monkeypatch.setattr(lease, "BwrapWorker", strike_the_first)
+    monkeypatch.setattr(opening, "BwrapWorker", strike_the_first)
     with SandboxPool(SPEC) as pool:
         assert pool.run_sync("print(6 * 7)").stdout == b"42\n"
         assert asyncio.run(play(pool)) == b"42\n"

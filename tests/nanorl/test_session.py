@@ -22,8 +22,6 @@ from nanorl.sandbox import (
     SandboxPool,
     SandboxSpec,
     canary,
-    dispatch,
-    lease,
 )
 from nanorl.sandbox.jobs import _inside
 from nanorl.sandbox.session import Session, WorkspaceError
@@ -485,7 +483,7 @@ def test_a_worker_that_does_not_start_is_a_failure_of_the_machinery(
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(lease, "BwrapWorker", refuse)
+            patch.setattr(pool._session_dispatcher(), "_new_worker", refuse)
             with pytest.raises(SandboxFailure, match="no more processes"):
                 for _ in range(3):  # the first may still get the warm one
                     await pool.open_session()
@@ -497,16 +495,17 @@ def test_a_worker_that_does_not_start_is_a_failure_of_the_machinery(
 def test_a_worker_that_is_killed_while_it_starts_ends_its_session_alone(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = lease.SessionDispatcher._new_worker
+    sessions = pool._session_dispatcher()
+    start = sessions._new_worker
 
-    def strike(self: lease.SessionDispatcher, slot: dispatch.WorkerSlot) -> object:
-        worker = start(self, slot)
+    def strike(index: int) -> object:
+        worker = start(index)
         os.kill(worker.pid, signal.SIGKILL)
         return worker
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(lease.SessionDispatcher, "_new_worker", strike)
+            patch.setattr(sessions, "_new_worker", strike)
             with pytest.raises(SandboxFailure, match="does not start"):
                 for _ in range(3):  # the first may still get the warm one
                     await pool.open_session()

@@ -11,7 +11,8 @@ import pytest
 from local_runner import run_program
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, program
-from nanorl.tasks.problem import Family, ProblemGenerator
+from nanorl.tasks.family import Family
+from nanorl.tasks.problem import ProblemGenerator
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.tiny import tiny_family
 from nanorl.types import split_of

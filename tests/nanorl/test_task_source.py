@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.tasks.problem import generators_of
+from nanorl.tasks.family import generators_of
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.source import GeneratedTasks, ListTasks
@@ -45,7 +45,7 @@ def test_every_round_of_kinds_has_an_order_of_its_own_and_every_heldout_seed_its
 
 def test_task_ids_are_equal_in_another_process() -> None:
     program = (
-        "from nanorl.tasks.problem import generators_of\n"
+        "from nanorl.tasks.family import generators_of\n"
         "from nanorl.tasks.source import GeneratedTasks\n"
         "from nanorl.tasks.tiny import tiny_family\n"
         "tasks = GeneratedTasks(generators_of([tiny_family()]), 5).batch(2, 40)\n"

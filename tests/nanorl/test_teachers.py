@@ -10,7 +10,7 @@ import pytest
 from local_runner import PlayedTrace, play_trace
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
-from nanorl.tasks.problem import Family, generators_of
+from nanorl.tasks.family import Family, generators_of
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.teachers import (

@@ -25,8 +25,7 @@ from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat
 from nanoinfer.chat.form import ChatForm
-from nanoinfer.chat.reading import REASONING
-from nanoinfer.chat.reply import opened_reasoning
+from nanoinfer.chat.reasoning import REASONING, opened_reasoning
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.params import Output, SamplingParams

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanorl.tasks.problem import generators_of
+from nanorl.tasks.family import generators_of
 from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.tiny import tiny_family
 from nanorl.tasks.tiny_model import build_tiny_model, train_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanorl.rewards.base import Transcript
-from nanorl.rewards.function import score_rollout
+from nanorl.rewards.function_reward import score_rollout
 from nanorl.rewards.tests import UnitTestReward
 from nanorl.sandbox import SandboxSpec
 from nanorl.sandbox.backends import open_sandbox
