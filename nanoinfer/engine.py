@@ -17,34 +17,29 @@ Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence as Ids
-from dataclasses import asdict
-from dataclasses import dataclass
-from functools import cached_property
-from kernels.host_memory import release_memory
-from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import Batch
-from nanoinfer.batch import RunnerOutput
-from nanoinfer.block_manager import BlockManager
-from nanoinfer.config import InferConfig
-from nanoinfer.kv_cache import CacheLayout
-from nanoinfer.kv_cache import KVCache
-from nanoinfer.model_runner import ModelRunner
-from nanoinfer.params import Output
-from nanoinfer.params import SamplingParams
-from nanoinfer.scheduler import BatchScheduler
-from nanoinfer.scheduler import Step
-from nanoinfer.sequence import Sequence
-from pathlib import Path
-from pkgutil import resolve_name
-from torch import Tensor
-from typing import Any
-from typing import NamedTuple
+
 import operator
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Ids
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kernels.host_memory import release_memory
+from nanoengine.model.transformer import Transformer
+from nanoinfer.batch import Batch, RunnerOutput
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.config import InferConfig
+from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.model_runner import ModelRunner
+from nanoinfer.params import Output, SamplingParams
+from nanoinfer.scheduler import BatchScheduler, Step
+from nanoinfer.sequence import Sequence
 
 _PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
 _DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain

@@ -1,4 +1,4 @@
-"""All algorithms but GRPO (nanorl/grpo.py), a file for each family. Read in this order:
+"""All algorithms but GRPO (nanorl/grpo.py): a file for each family. Read in this order:
 
 registry.py         the names of all parts, where they are and what they declare
 option_groups.py    their options, by owner
