@@ -56,7 +56,11 @@ class Worker(Protocol):
 
     control: socket.socket
     """Its end of the conversation in protocol.py."""
-    memory_tier: str
+
+    @property
+    def memory_tier(self) -> str:
+        """How its memory is bounded: "cgroup-v2", "cgroup-v1" or "watcher"."""
+        ...
 
     def num_oom_kills(self) -> int:
         """Programs that the kernel has killed for their memory, since it started."""
