@@ -51,12 +51,14 @@ class Size:
     idle_s: float
 
 
-class Worker(Protocol):
+class ProgramWorker(Protocol):
     """A process that runs one program after the other behind its walls (bwrap.py)."""
 
     control: socket.socket
-    """Its end of the conversation in protocol.py."""
-    memory_tier: str
+    """Our end of the conversation in protocol.py."""
+
+    @property
+    def memory_tier(self) -> str: ...
 
     def num_oom_kills(self) -> int:
         """Programs that the kernel has killed for their memory, since it started."""
@@ -75,7 +77,7 @@ class WorkerSlot:
     def __init__(self, index: int) -> None:
         self.index = index
         self.state = State.DEAD
-        self.worker: Worker | None = None
+        self.worker: ProgramWorker | None = None
         self.deadline = float("inf")
         self.watch_at = float("inf")  # when the attempt's output is to be looked at
         self.idle_since = 0.0
@@ -93,7 +95,9 @@ class Dispatcher:
     check_s = 5.0  # how often an idle worker is asked whether it still is there
     answer_s = 10.0  # and how long it may take to say so, on a busy machine
 
-    def __init__(self, spec: SandboxSpec, size: Size, new_worker: Callable[[int], Worker]) -> None:
+    def __init__(
+        self, spec: SandboxSpec, size: Size, new_worker: Callable[[int], ProgramWorker]
+    ) -> None:
         """`new_worker` starts the worker of that number, and returns before it is warm."""
         self.spec = spec
         self.size = size
