@@ -7,25 +7,30 @@ Output is read here, capped in bytes; a result is believed only from the server'
 """
 
 from __future__ import annotations
-
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import InvalidStateError
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from nanorl.sandbox import protocol
+from nanorl.sandbox.base import ExecResult
+from nanorl.sandbox.base import SandboxFailure
+from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.execution import Attempt
+from nanorl.sandbox.execution import Execution
+from nanorl.sandbox.execution import Stream
+from nanorl.sandbox.outcome import Outcome
+from nanorl.sandbox.outcome import blame
+from nanorl.sandbox.outcome import judge
+from typing import Protocol
 import contextlib
 import os
 import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from typing import Protocol
-
-from nanorl.sandbox import protocol
-from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
-from nanorl.sandbox.execution import Attempt, Execution, Stream
-from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
 MAX_STARTS = 3
@@ -51,16 +56,14 @@ class Size:
     idle_s: float
 
 
-class Worker(Protocol):
+class ProgramWorker(Protocol):
     """A process that runs one program after the other behind its walls (bwrap.py)."""
 
     control: socket.socket
-    """Its end of the conversation in protocol.py."""
+    """Our end of the conversation in protocol.py."""
 
     @property
-    def memory_tier(self) -> str:
-        """How its memory is bounded: "cgroup-v2", "cgroup-v1" or "watcher"."""
-        ...
+    def memory_tier(self) -> str: ...
 
     def num_oom_kills(self) -> int:
         """Programs that the kernel has killed for their memory, since it started."""
@@ -79,7 +82,7 @@ class WorkerSlot:
     def __init__(self, index: int) -> None:
         self.index = index
         self.state = State.DEAD
-        self.worker: Worker | None = None
+        self.worker: ProgramWorker | None = None
         self.deadline = float("inf")
         self.watch_at = float("inf")  # when the attempt's output is to be looked at
         self.idle_since = 0.0
@@ -97,7 +100,9 @@ class Dispatcher:
     check_s = 5.0  # how often an idle worker is asked whether it still is there
     answer_s = 10.0  # and how long it may take to say so, on a busy machine
 
-    def __init__(self, spec: SandboxSpec, size: Size, new_worker: Callable[[int], Worker]) -> None:
+    def __init__(
+        self, spec: SandboxSpec, size: Size, new_worker: Callable[[int], ProgramWorker]
+    ) -> None:
         """`new_worker` starts the worker of that number, and returns before it is warm."""
         self.spec = spec
         self.size = size
