@@ -122,6 +122,8 @@ AREAS = {
     "supervision": Area(
         files=(
             *("nanorl/roles/cluster.py", "nanorl/roles/actor_role.py"),
+            *("nanorl/roles/trainer_ranks.py", "nanorl/roles/replica_set.py"),
+            *("nanorl/roles/scoring_roles.py", "nanorl/roles/role_starter.py"),
             *("nanosched/local/*.py", "nanosched/ledger.py"),
         ),
         tests=(
@@ -253,6 +255,13 @@ NEAR = {
     "nanorl/flow/staleness.py": "test_staleness",
     "nanorl/flow": "test_transfer_queue",
     "nanorl/roles/cluster.py": "test_cluster_runs",
+    **dict.fromkeys(
+        (
+            *("nanorl/roles/trainer_ranks.py", "nanorl/roles/replica_set.py"),
+            *("nanorl/roles/scoring_roles.py", "nanorl/roles/role_starter.py"),
+        ),
+        "test_cluster_runs",
+    ),
     "nanorl/roles/replica.py": "test_replica",
     "nanorl/sandbox/backends/wasi": "test_wasi_calls",
     "nanorl/sandbox/backends/wasm_module.py": "test_wasm_module",
