@@ -31,7 +31,11 @@ from nanorl.bounds import check_number
 from nanorl.plugins import load_object
 
 if TYPE_CHECKING:
-    Advantage = Loss = Aggregation = Correction = OldPolicy = str
+    Advantage = str
+    Loss = str
+    Aggregation = str
+    Correction = str
+    OldPolicy = str
 else:  # choices of an option are read off its type: those that the registry has
     Advantage = Literal[tuple(ADVANTAGES)]
     Loss = Literal[tuple(LOSSES)]
