@@ -46,6 +46,7 @@ def with_signal(rollouts: Sequence[Rollout], spec: GRPO) -> list[Rollout]:
 
 def has_signal(things: Sequence[Hashable], group_ids: Sequence[Hashable]) -> list[bool]:
     """True for rollouts of groups whose members earned unlike things: the others teach nothing."""
+    # Not a deviation: equal things are equal to the bit, and rounding errors are no signal.
     found: dict[Hashable, set[Hashable]] = {}
     for thing, group in zip(things, group_ids, strict=True):
         found.setdefault(group, set()).add(thing)
@@ -55,6 +56,7 @@ def has_signal(things: Sequence[Hashable], group_ids: Sequence[Hashable]) -> lis
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """What environments counted, as env/NAME over all rollouts, and the parts of rewards, as
     reward/NAME over those that have them."""
+    # An environment that counted nothing counted 0; a reward without a part has none of it.
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
@@ -69,6 +71,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """Measure how many versions ago the tokens were sampled; nothing where there are none."""
     sampled = [v for r in rollouts for sequence in r.sequences for v in sequence.versions if v >= 0]
+    # By token: a rollout that went on over an update of the weights has several ages.
     ages = [version - v for v in sampled]
     if not ages:
         return {}
@@ -98,6 +101,7 @@ def per_action_token(result: Mapping[str, float]) -> dict[str, float]:
 
     Maxima do not survive a sum over micro-batches: they are left out (see `logp_gap`).
     """
+    # Micro-batches differ in size: a mean of their means would weigh them wrongly.
     count = max(result.get("action_count", 0.0), 1.0)
     means = {n.removesuffix("_sum"): v / count for n, v in result.items() if n.endswith("_sum")}
     others = {n: v for n, v in result.items() if not n.endswith(("_sum", "_max", "_count"))}
@@ -117,6 +121,7 @@ def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict
         rollout_logp = torch.tensor(sample.fields[Field.ROLLOUT_LOGP], dtype=torch.float32)
         differences.append((trainer_logp.float().cpu() - rollout_logp)[is_action])
         staleness.append(torch.tensor(sample.fields[Field.STALENESS])[is_action])
+    # The policy of stale tokens has learnt since: that they differ is no fault of an engine.
     difference_A, staleness_A = torch.cat(differences), torch.cat(staleness)
     gap_A, drift_A = difference_A[staleness_A == 0], difference_A[staleness_A != 0]
     return {

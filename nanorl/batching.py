@@ -82,9 +82,11 @@ def build_batch(
     `ValueError` names a rollout whose rewards, metrics, log-probs or advantages are not finite.
     """
     rollouts = [rollout for group in groups for rollout in group]
+    # Counted before any is left out: the log tells of all that were sampled.
     metrics = batch_metrics(rollouts, spec) | staleness_metrics(rollouts, version)
     for rollout in rollouts:
-        check_rollout(rollout)
+        check_rollout(rollout)  # one NaN would spoil the advantages of a whole group, in silence
+    # A batch without a signal can still say whether the two engines agree: on this group.
     probe = _first_group(rollouts, version)
     rollouts = spec.select(rollouts, metrics)
     split_R = minibatch_of_rollouts(rollouts, num_minibatches)
@@ -94,8 +96,10 @@ def build_batch(
     if rollouts:
         samples = _with_advantages(rollouts, samples, spec, max_tokens, split_R)
     stats = _token_stats(rollouts, samples)
+    # A sequence that the policy said nothing in was compared with the others, and has no loss.
     owned = [one for one in _owned(rollouts, samples, split_R) if any(one.sample.loss_mask)]
     check_fields(one.sample for one in owned)
+    # A critic learns from all of them, also where the policy has nothing left to learn.
     is_for_critic = any(Field.RETURN in one.sample.fields for one in owned)
     critic_samples = [one.sample for one in owned] if is_for_critic else []
     if spec.is_proportional:
@@ -144,6 +148,7 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
 def minibatch_of_rollouts(rollouts: Sequence[Rollout], num_minibatches: int) -> list[int]:
     """The minibatch of each rollout: runs of equal length, of whole groups where there are enough
     groups."""
+    # A group stays in one piece where it can: its advantages balance only together.
     groups = list(dict.fromkeys(rollout.group_id for rollout in rollouts))
     if len(groups) < num_minibatches:
         return [i * num_minibatches // len(rollouts) for i in range(len(rollouts))]
@@ -172,6 +177,7 @@ def _with_advantages(
 
 
 def _advantage_batch(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> AdvantageBatch:
+    # Flat and by ids, so that sequences of any length need no padding.
     lengths_S = torch.tensor([len(sample.tokens) for sample in samples])
     counts_R = torch.tensor([len(rollout.sequences) for rollout in rollouts])
     scored: dict[str, Any] = {
@@ -202,6 +208,7 @@ def _check_advantages(
 ) -> None:
     """`ValueError` names a rollout whose advantage is not finite: of a function of the user's, or
     of numbers too large for fp32."""
+    # Outside the mask an estimator may write what it likes: nothing reads it.
     is_bad_T = ~advantage_T.isfinite() & batch.mask_T.bool()
     if is_bad_T.any():
         place = int(is_bad_T.nonzero()[0])
@@ -220,6 +227,7 @@ def token_weights(
     over that minibatch, before it is split into micro-batches or over ranks, so that the gradient
     does not depend on the split; a mean of means would."""
     weigh: Weigher = part("aggregation", spec.aggregation)
+    # Denominators are of a minibatch, since each is an optimizer step of its own.
     weight_T = torch.zeros_like(batch.mask_T)
     minibatch_T = torch.tensor(split_R)[batch.rollout_of_token]
     for minibatch in minibatch_T.unique():
@@ -233,6 +241,7 @@ def token_mean(
 ) -> Tensor:
     """`m/Σm`: every action token counts the same."""
     mask_T = batch.mask_T[is_here_T]
+    # A mean within each rollout first would give a token of a short one more to say.
     return mask_T / mask_T.sum().clamp(min=1)
 
 

@@ -16,6 +16,7 @@ What GRPO is here against its paper (DeepSeekMath, arXiv 2402.03300):
     tokens   every action token of the batch weighs the same (DAPO's token mean); the paper
              averages within each rollout first, which favours short ones
     KL       there is none, so no reference model is held; the paper adds 0.04·k3
+    std      the sample standard deviation of the group; a group of one learns nothing
     clip     a token with A < 0 costs at most 3·|A| (dual clip, arXiv 1912.09729)
     turns    tokens that the model did not sample, a tool's output, have no loss
 
@@ -58,11 +59,10 @@ _PARTS: Mapping[tuple[str, str], str] = MappingProxyType(
 
 @cache
 def part(kind: str, name: str) -> Any:
-    """What an option of `GRPO` names: here the parts of GRPO, the others are in a catalog."""
-    path = _PARTS.get((kind, name)) or resolve_name("nanorl.algorithms.registry:path_of")(
-        kind, name
-    )
-    return resolve_name(path)
+    """What an option of `GRPO` names. The parts of GRPO are in the table above, all others in a
+    registry that is read only where one of them is asked for."""
+    own = _PARTS.get((kind, name))
+    return resolve_name(own or resolve_name("nanorl.algorithms.registry:path_of")(kind, name))
 
 
 @dataclass(frozen=True, kw_only=True)

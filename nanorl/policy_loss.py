@@ -49,6 +49,7 @@ class PolicyLoss:
     def foreseen_logp(self, micro: MicroBatch) -> Tensor | None:
         """The log-probs of the rollouts, where they are those of the policy (ForeseeingLoss): on a
         CPU."""
+        # Elsewhere the kernels of the two engines differ by rounding errors.
         if not (self.is_exact and self.spec.is_foreseeable and micro.ids_N.device.type == "cpu"):
             return None
         return micro.fields_T[Field.ROLLOUT_LOGP]
@@ -62,6 +63,7 @@ class PolicyLoss:
             for field, value_T in micro.fields_T.items()
             if (name := f"{field}_T") in _READ
         }
+        # Observations have a loss of their own (ECHO): they are no action tokens.
         mask_T, observation_T = micro.loss_mask_T, own.get("observation_T")
         batch = LossBatch(
             **own,
@@ -98,6 +100,7 @@ def make_loss(spec: GRPO) -> LossFn:
         log_w_T = (old_T - batch.rollout_logp_T).detach()
         correction_T = spec.correct(correct(spec, log_w_T, batch), log_w_T, batch)
         loss_T = loss_of(logp_T, old_T, batch) * correction_T
+        # Regularisers hold wherever the tokens come from, so they are not corrected.
         loss_T = spec.token_loss(loss_T, logp_T, old_T, batch)
         loss = (batch.weight_T * loss_T).sum()
         stats = _stats(loss_of, logp_T.detach(), old_T, correction_T, batch)
@@ -110,6 +113,7 @@ def make_loss(spec: GRPO) -> LossFn:
 
 def recomputed(logp_T: Tensor, batch: LossBatch) -> Tensor:
     """The trainer's policy as the batch came: θ itself until the first update."""
+    # Its ratio is 1 then, but with a gradient: that of plain REINFORCE.
     return logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
 
 
@@ -120,6 +124,7 @@ def truncated(spec: GRPO, log_w_T: Tensor, batch: LossBatch) -> Tensor:
 
 def tis(log_w_T: Tensor, cap: float) -> Tensor:
     """`min(w, C)`."""
+    # Clamped before the exponential, which would overflow for a token that μ held impossible.
     return log_w_T.clamp(max=math.log(cap)).exp()
 
 
@@ -183,6 +188,7 @@ def clipped(
     loss_T = -torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T)
     if dual_clip is None:
         return loss_T
+    # With A < 0 the minimum has no bound: one token that θ has made far likelier could rule a step.
     return torch.where(advantage_T < 0, torch.minimum(loss_T, -dual_clip * advantage_T), loss_T)
 
 
@@ -213,6 +219,7 @@ _MASKED = (
 def _stats(
     loss: ClippedLoss, logp_T: Tensor, old_T: Tensor, correction_T: Tensor, batch: LossBatch
 ) -> dict[str, Tensor]:
+    # Sums over action tokens, so that those of micro-batches and ranks add.
     is_action_T = batch.mask_T.bool()
     ratio_T = loss.ratio(logp_T, old_T, batch)
     named = {

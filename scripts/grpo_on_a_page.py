@@ -13,9 +13,9 @@ import torch
 
 from nanoengine import Engine, EngineConfig, ModelConfig, Transformer
 from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
-from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import logp_gap
 from nanorl.batching import build_batch
+from nanorl.grpo import GRPO
 from nanorl.types import Rollout
 
 STEPS, TASKS, GROUP, LENGTH = 40, 4, 16, 12
@@ -47,7 +47,7 @@ def train(steps: int = STEPS) -> list[dict[str, float]]:
     """Returns the reward, gradient norm and log-prob gap of every step."""
     trainer = Engine(new_model(), EngineConfig(lr=1e-2, share_prefix=True))
     sampler = LLMEngine(new_model(), InferConfig(num_blocks=256, eos_ids=()))
-    algorithm = AlgorithmSpec()  # GRPO; AlgorithmSpec(advantage="dr_grpo") is another, and so on
+    algorithm = GRPO()  # AlgorithmSpec(advantage="dr_grpo") is another, and so on
     history = []
     for step in range(steps):
         prompts = [[100 + task, 200 + step, 300] for task in range(TASKS)]
