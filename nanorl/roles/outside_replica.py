@@ -23,6 +23,7 @@ from http import HTTPStatus
 from time import perf_counter
 from typing import Any, ClassVar
 
+from nanoinfer.options.outputs import joined
 from nanoinfer.options.param_checks import is_edited
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
@@ -62,7 +63,7 @@ class OutsideReplica(HttpReplica, ABC):
             # Its generator begins anew with each request, so each part has a seed of its own.
             rest = replace(params, max_tokens=room, seed=(params.seed + len(so_far)) & _MOST_SEED)
             part = await self._part(ids + so_far, rest, f"{name}-{len(so_far)}")
-            whole = part if whole is None else whole.then(part)
+            whole = part if whole is None else joined(whole, part)
             if len(whole.ids) >= params.max_tokens and whole.finish_reason == "abort":
                 return replace(whole, finish_reason="length")
         return whole
