@@ -7,6 +7,13 @@ from setuptools import setup
 PACKAGES = [
     "kernels",
     "kernels.cpp",
+    "kernels.gpu",
+    "kernels.logits",
+    "kernels.moe",
+    "kernels.quantized",
+    "kernels.returns",
+    "kernels.torch",
+    "kernels.transport",
     "kernels.triton",
     "nanosched",
     "nanosched.local",

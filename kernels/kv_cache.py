@@ -4,7 +4,9 @@ A cache is [blocks, block_size, key heads, head_dim]; slot s is row s % block_si
 s // block_size. `make_kv_cache` allocates it in the order that its device's kernels read fastest.
 Where C++ attends, `keys_in_runs` says how that memory is to hold keys: as scoring multiplies them,
 so that no step lays them out again. Values stay rows, and rows are counted in their cache. Every
-function takes keys of either order; `key_rows` reads them as rows.
+function takes keys of either order.
+
+Left out: the definition, fp8 and the way without C++ (`torch/kv_cache.py`).
 """
 
 import math
@@ -13,20 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.backend import Backend, check_tensors, use_native, use_triton
+from kernels.backend import Backend, check_tensors, resolve, use_native, use_triton
 from kernels.cpp import ops as cpp_ops
 from kernels.cpp.ops import has_key_runs
-from kernels.host_memory import fresh_pages
+from kernels.memory import fresh_pages
 
-
-def reshape_and_cache_ref(
-    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
-) -> None:
-    """The definition, token by token."""
-    for t, slot in enumerate(slot_mapping_T.tolist()):
-        if slot >= 0:
-            k_cache[slot // k_cache.shape[1], slot % k_cache.shape[1]] = k_TKD[t]
-            v_cache[slot // v_cache.shape[1], slot % v_cache.shape[1]] = v_TKD[t]
+# "triton" takes slots, "torch" the rows that they are
+_STORE = {"triton": "kernels.triton.kv_cache:store", "torch": "kernels.torch.kv_cache:store"}
 
 
 def reshape_and_cache(
@@ -55,26 +50,14 @@ def reshape_and_cache(
         _check_slots(slot_mapping_T, v_cache, lowest=-1)
     if use_triton(backend, k_TKD, has_cpp=True):
         check_rows(k_cache)
-        from kernels.triton import kv_cache as triton_ops
-
-        triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
+        resolve(_STORE["triton"])(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
         return
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, v_cache) if rows is None else rows
         if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
             cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(v_cache))
-            return
-        rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(v_cache)).flatten()
-        for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
-            if has_key_runs(cache):
-                _store_in_runs(cache, rows, x_TKD.flatten(0, 1))
-                continue
-            if scale is not None:
-                bits = index_dtype(cache.dtype)
-                x_TKD = quantised(x_TKD, scale, cache.dtype).view(bits)
-                cache = cache.view(bits)
-            ordered = cache if cache.is_contiguous() else heads_first(cache)
-            ordered.view(-1, cache.shape[3]).index_copy_(0, rows, x_TKD.flatten(0, 1))
+        else:
+            resolve(_STORE["torch"])(k_TKD, v_TKD, (k_cache, v_cache), (k_scale, v_scale), rows)
 
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -107,25 +90,6 @@ def keys_in_runs(cache: Tensor) -> Tensor:
         return cache
     runs, words = block_size // num_keys, head_dim // per_word
     return heads_first(cache).view(num_blocks, num_kv, runs, words, num_keys, per_word)
-
-
-def key_rows(k_cache: Tensor) -> Tensor:
-    """Keys as [blocks, block_size, K, D], heads first; a copy of all where they lie in runs."""
-    if not has_key_runs(k_cache):
-        return k_cache
-    rows = _keys_of_runs(k_cache).contiguous()
-    return rows.flatten(4).flatten(2, 3).transpose(1, 2)
-
-
-def _keys_of_runs(k_cache: Tensor) -> Tensor:
-    """The same memory as [blocks, K, runs, keys of a run, words, elements of a word]."""
-    return k_cache.transpose(3, 4)
-
-
-def _store_in_runs(k_cache: Tensor, rows: Tensor, keys: Tensor) -> None:
-    """Keys [N, D] to those rows, counted heads first."""
-    places = _keys_of_runs(k_cache)
-    places[torch.unravel_index(rows, places.shape[:4])] = keys.view(-1, *places.shape[4:])
 
 
 def index_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -191,12 +155,6 @@ def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
     return slots_T + block * ((num_kv - 1) * block_size)
 
 
-def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale, saturated, in fp8."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
-
-
 def _check(
     k: Tensor,
     v: Tensor,
@@ -221,15 +179,32 @@ def _check(
         raise ValueError(f"v: dtype {v.dtype} must be k's {k.dtype}")
     if slots.device != k.device or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
-    is_fp8 = k_cache.dtype.itemsize == 1
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != k.device or not is_cache_order(cache):
-            raise ValueError(f"{name}: must be contiguous and on {k.device}, is on {cache.device}")
-        if cache.dtype != (k_cache.dtype if is_fp8 else k.dtype):
-            raise ValueError(f"{name}: dtype {cache.dtype}, must be k's {k.dtype} or fp8")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    check_caches("k", k, (k_cache, v_cache), (k_scale, v_scale))
+
+
+def check_caches(
+    name: str,
+    x: Tensor,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Caches (of k, of v) that lie beside `x` in their order and have its dtype, or fp8's and
+    scales."""
+    is_fp8 = caches[0].dtype.itemsize == 1
+    for cache_name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        if cache.device != x.device or not is_cache_order(cache):
+            raise ValueError(
+                f"{cache_name}: must be contiguous and on {x.device}, is on {cache.device}"
+            )
+        if cache.dtype != (caches[0].dtype if is_fp8 else x.dtype):
+            raise ValueError(
+                f"{cache_name}: dtype {cache.dtype}, must be {name}'s {x.dtype} or fp8"
+            )
+    for scale_name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
-            raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
+            raise ValueError(
+                f"{scale_name}: one fp32 element for a cache of fp8, None for any other"
+            )
 
 
 def _check_slots(slots: Tensor, cache: Tensor, lowest: int = 0) -> None:

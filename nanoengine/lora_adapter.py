@@ -18,7 +18,7 @@ The price is a frozen copy of the adapted matrices beside their effective form, 
 model moves only where the change is at least half a step of bf16. A merged adapter of any trainer
 has that limit; here training sees it too, since its log-probs are those of the rounded weights.
 
-**An int8 base** (`load_model(folder, dtype, is_int8=True)`; kernels/int8.py) takes a byte a weight
+**An int8 base** (`load_model(folder, dtype, is_int8=True)`; int8.py) takes a byte a weight
 and nothing beside it, but its coarse steps would swallow the change. There the adapter is added, as
 (x·Aᵀ)·(scale·B)ᵀ in fp32 (model/low_rank.py), and the rollout engine runs the trainer's own model:
 the same lines, hence again the same bits. Embedding, norms and output head keep their dtype.
@@ -52,8 +52,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kernels.cpp.ops import LowRankTable
-from kernels.linear import accumulate_weight_grad, matmul_rows
+from kernels.cpp.low_rank_ops import LowRankTable
+from kernels.linear import matmul_rows
+from kernels.torch.linear import accumulate_weight_grad
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,

@@ -4,7 +4,7 @@ All parameters lie in flat buckets: masters beside two moments and one gradient 
 so that an optimizer step is a handful of passes over memory whatever the model looks like. In fp32
 and fp64 the parameter *is* its slice of the master and no copy exists. Where the model computes in
 bf16, `param.data` is rounded from the master: on a GPU a working copy beside it, on a CPU one half
-of the master, whose other half is a 16-bit remainder (kernels/split_master.py).
+of the master, whose other half is a 16-bit remainder (kernels/torch/split_master.py).
 
 Gradients collect in `param.main_grad` (fp32; fp64 for fp64 models): kernels that know it add there
 directly, everything else goes through a hook that adds autograd's gradient and drops it.
@@ -37,8 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import fused_adamw_
-from kernels.adamw import make_tensor_table
-from kernels.tensor_table import TensorTable
+from kernels.gpu.tensor_table import TensorTable, make_tensor_table
 from nanoengine.config import AdamWConfig
 from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of

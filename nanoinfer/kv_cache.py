@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
-from kernels.attention_torch import Scratch
 from kernels.cpp.ops import QueryTiles
 from kernels.kv_cache import cache_rows, index_dtype, keys_in_runs
+from kernels.memory import Scratch
 from kernels.paged_attention import PagedPlan
 from nanoengine.model.attention import AttentionContext, PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig

@@ -30,7 +30,7 @@ from kernels.cpp.decoder import (
     LayerWeights,
     can_decode,
 )
-from kernels.transfer import to_device, to_host
+from kernels.memory import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer

@@ -4,7 +4,7 @@ A token depends on its row of logits, its request's seed and its position, on no
 randomness is one number u in [0, 1) hashed from (seed, position), and the token is the first whose
 cumulative probability exceeds u (inverse CDF). Cumulative sums run in two levels, over runs of 256
 tokens and inside the run that u falls into. A request that truncates (top-k, top-p, min-p) draws
-from the tokens above a pivot (kernels/sampling.py says which, `cpp/truncate.h` finds it): what
+from the tokens above a pivot (logits/sampling.py says which, `cpp/truncate.h` finds it): what
 ties with the last one kept is kept too.
 
 The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and
@@ -29,9 +29,10 @@ from torch import Tensor
 
 from kernels import logits_logprob
 from kernels.backend import use_native
+from kernels.cpp import logits_ops
 from kernels.cpp import ops as cpp_ops
 from kernels.linear_logprob import softmax_parts
-from kernels.sampling import kept_tokens
+from kernels.logits.sampling import kept_tokens
 from nanoinfer.logit_edits import EditPlan, LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
@@ -171,7 +172,7 @@ def likeliest(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor
     """Ids and log-probs [R, count] of the likeliest tokens of each row, of equals the smaller id
     first; fewer where the vocabulary is smaller."""
     if use_native("auto", logits_RV):
-        return cpp_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
+        return logits_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
     ids = torch.stack([_first_of_row(z_V, min(count, len(z_V))) for z_V in logits_RV])
     rows = logits_RV.repeat_interleave(ids.shape[1], 0)
     return ids, logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
@@ -225,7 +226,7 @@ def _pick_kept(
     """Inverse CDF over the tokens that the truncation keeps (`kernels.sampling`). Also the token's
     log-prob over the whole vocabulary, `logits_logprob`'s bits, and among the kept."""
     if use_native("auto", logits_RV):
-        return cpp_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
+        return logits_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
     z = logits_RV.float()
     gap = (z / temperature).double()
     gap -= gap.amax(-1, keepdim=True)

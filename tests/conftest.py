@@ -12,7 +12,7 @@ import pytest
 import torch
 from pool import WorkerPool
 
-from kernels.cpp import build as cpp_build
+from kernels.cpp import ops as cpp_ops
 from nanoengine.model.sources import SMOLLM2, cached_folder
 
 
@@ -98,14 +98,14 @@ def room_on_the_gpu() -> Iterator[None]:
 @pytest.fixture
 def native() -> None:
     """A test of the C++ kernels."""
-    if cpp_build.library() is None:
+    if cpp_ops.library() is None:
         pytest.skip("the C++ kernels are not available")
 
 
 @pytest.fixture
 def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a C++ compiler."""
-    monkeypatch.setattr(cpp_build, "library", lambda: None)
+    monkeypatch.setattr(cpp_ops, "library", lambda: None)
 
 
 @pytest.fixture(params=["native", "no_native"], ids=["cpp", "torch"])

@@ -1,4 +1,4 @@
-"""Where a model computes: what `--device` means. How values get there: kernels/transfer.py.
+"""Where a model computes: what `--device` means. How values get there: kernels/memory.py.
 
 Left out: other accelerators than CUDA's.
 """
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kernels.host_memory import release_free_memory, reuse_large_buffers
+from kernels.memory import release_free_memory, reuse_large_buffers
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_local: int = 1) -> torch.device:

@@ -23,14 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import (
-    add_rms_norm,
-    apply_rope,
-    geglu,
-    qk_norm_rope,
-    rms_norm,
-    swiglu,
-)
+from kernels import add_rms_norm, apply_rope, geglu, qk_norm_rope, rms_norm, swiglu
 from kernels.linear import InputRecipe
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig

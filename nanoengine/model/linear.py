@@ -34,9 +34,9 @@ from kernels import (
     pack_weight,
     quantize_fp8,
 )
-from kernels.cpp.ops import LowRankTable
-from kernels.fp8 import GROUP
+from kernels.cpp.low_rank_ops import LowRankTable
 from kernels.linear import InputRecipe
+from kernels.quantized.fp8 import GROUP
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class PackedLinear(nn.Module):
     def quantize(self, kind: QuantizedFormat) -> None:
         """From now on multiply by the weight in 8 bits. fp8: a scale for each block of 128 x 128,
         and for each 128 of a row of the input; forward only; `weight` stays, to be written to.
-        int8: a scale for each output (kernels/int8.py); `weight` is frozen and its memory freed."""
+        int8: a scale for each output (int8.py); `weight` is frozen and its memory freed."""
         self.packed = None
         if kind == "fp8":
             self.fp8 = quantize_fp8(self.weight.detach(), (GROUP, GROUP))

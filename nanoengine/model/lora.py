@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.checksum import all_finite
+from kernels.memory import all_finite
 from nanoengine.model.hf import hf_views
 from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig
 from nanoengine.model.matrices import adaptable

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels import linear, pack_weight
-from kernels.cpp.build import has_native
-from kernels.cpp.ops import LowRankTable, add_low_rank_
+from kernels.cpp.low_rank_ops import LowRankTable, add_low_rank_
+from kernels.cpp.ops import has_native
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import LowRank
 

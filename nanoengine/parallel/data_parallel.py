@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels.split_master import join_master, split_master_
+from kernels.torch.split_master import join_master, split_master_
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.layout import REPLICA_AXES
 from nanoengine.parallel.mesh import Handle, Mesh
@@ -139,7 +139,7 @@ class Bucket:
 class BucketState:
     """A bucket's weights, masters and moments. What this rank owns of the masters is a buffer of
     its own, or the weights themselves where they are as wide, or the weights and their remainders
-    (kernels/split_master.py). Whoever makes one gives it its moments."""
+    (kernels/torch/split_master.py). Whoever makes one gives it its moments."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor

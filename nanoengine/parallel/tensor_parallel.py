@@ -26,14 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear, linear_topk, pack_weight
-from kernels.linear import (
-    InputRecipe,
-    accumulate_weight_grad,
-    add_weight_grad,
-    linear_rows,
-    matmul_rows,
-    pack_columns,
-)
+from kernels.linear import InputRecipe, add_weight_grad, linear_rows, matmul_rows, pack_columns
+from kernels.torch.linear import accumulate_weight_grad
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import LogprobOptions, OutputHead, PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh

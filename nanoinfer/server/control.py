@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.transport.checksum import checksum
 from nanoengine.model.hf import read_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.host_memory import reuse_large_buffers
+from kernels.memory import reuse_large_buffers
 from nanorl.agents.context import Generator
 from nanorl.manifest import manifest_of
 from nanorl.parts import Parts

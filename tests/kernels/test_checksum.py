@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checksum import (
-    all_finite,
+from kernels.memory import all_finite, copy_large
+from kernels.transport.checksum import (
     checksum,
     checksums,
     checksums_and_finite,
-    copy_large,
     copy_with_checksums,
 )
 

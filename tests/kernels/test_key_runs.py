@@ -15,7 +15,8 @@ from kernels import (
     reshape_and_cache,
 )
 from kernels.cpp.ops import run_shape
-from kernels.kv_cache import cache_rows, key_rows, keys_in_runs
+from kernels.kv_cache import cache_rows, keys_in_runs
+from kernels.torch.kv_cache import key_rows
 from nanoengine.model.config import ModelConfig
 from nanoinfer.kv_cache import CacheLayout, KVCache
 

@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-from kernels import (
-    apply_rope,
-    fused_adamw_,
-    gae,
-    make_tensor_table,
-    qk_norm_rope,
-    rms_norm,
-)
-from kernels.adamw import _PIECE
-from kernels.gae import gae_ref
-from kernels.split_master import join_master, split_master_
+from kernels import apply_rope, fused_adamw_, gae, make_tensor_table, qk_norm_rope, rms_norm
+from kernels.returns.gae import gae_ref
+from kernels.torch.adamw import _PIECE
+from kernels.torch.split_master import join_master, split_master_
 from nanorl.algorithms.advantages import gae as gae_of_nanorl
 
 

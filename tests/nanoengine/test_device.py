@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.transfer import to_device, to_host
+from kernels.memory import to_device, to_host
 from nanoengine.model.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ def test_packed_pieces_have_their_shapes_values_and_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device of this machine that is no CPU to `to_device`: the copy is a real one."""
-    from kernels import transfer as module
+    from kernels.gpu import upload as module
 
     host = torch.empty
     monkeypatch.setattr(

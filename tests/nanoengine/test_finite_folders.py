@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
-from kernels.checksum import all_finite
+from kernels.memory import all_finite
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state, hf_views, load_model, load_stages, read_state
 from nanoengine.model.mxfp4 import widen_mxfp4, widened

@@ -1,7 +1,7 @@
 """Decoding from static buffers, all but CUDA's own capture and replay: on a CPU the work is called.
 
 A row's arithmetic does not depend on the other rows (kernels/linear.py,
-kernels/attention_torch.py), so padding must not change a bit.
+kernels/torch/attention.py), so padding must not change a bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_models import make_reference, save_reference
 
-from kernels.kv_cache import key_rows
+from kernels.torch.kv_cache import key_rows
 from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer

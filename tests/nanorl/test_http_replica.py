@@ -12,7 +12,7 @@ import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine
 
-from kernels.checksum import checksum
+from kernels.transport.checksum import checksum
 from nanoengine.model.hf import export_state, save_model
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost

@@ -1,0 +1,1 @@
+"""What weights that move between processes are asked: their checksums."""
