@@ -1,5 +1,4 @@
-"""Grouped-query attention over packed sequences and over trees of segments (training),
-differentiable.
+"""Grouped-query attention over trees of segments, and so over packed sequences, in training.
 
     S = scale · Q · Kᵀ   over the keys a query sees,   lse_i = log Σ_j exp(S_ij)
     P = exp(S − lse),    O = P · V
@@ -7,10 +6,8 @@ differentiable.
     dV = Pᵀ · dO,   dS = P ∘ (dO · Vᵀ − delta),   delta_i = Σ_d dO·O − dlse_i
     dQ = scale · dS · K,   dK = scale · dSᵀ · Q   (dK, dV summed over the heads that share a key)
 
-Sequences are packed along the first dimension, queries and keys each with their own bounds. Causal:
-the last query of a sequence sits at its last key, so query i of n sees `num_keys − n + i + 1` keys;
-with `window=w` the last w of those, its own included. A query that sees no key gives o = 0 and
-lse = −inf.
+Segments are packed along the first dimension. Causal: a query sees the keys up to its own; with
+`window=w` the last w of those, its own included.
 
 With `sinks` [H] each head has one more score, z, that takes part in the softmax of every query and
 has no value: lse_i = log(e^z + Σ_j exp(S_ij)), and dz = −Σ_i exp(z − lse_i) · delta_i.
@@ -21,12 +18,12 @@ a sequence of their own, in that order, hence with the same bits on a CPU. In GR
 group share the prompt, so the linear layers, which are nearly all of the work, run over the prompt
 once instead of once a member. Packed sequences are a tree without parents.
 
-Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics), which sees a tree as
-sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`, `cpp/attention_gradient.h`)
-or PyTorch (`torch/attention.py`), with the bits of decoding, for whole causal sequences and trees;
-and the definition there, which covers everything else on a CPU. Left out: dropout, score caps.
+Back ends: on a CPU C++ (`cpp/attention.h`, `cpp/attention_gradient.h`) or PyTorch
+(`torch/attention.py`), with the bits of decoding; on a GPU Triton, which sees a tree as sequences
+with more keys than queries (`gpu/attention.py`). Left out: keys with bounds of their own, masks
+that are not causal, lse (`varlen/flash_attention.py`); dropout, score caps.
 
-Legend: T query tokens, S key tokens (of a tree: segments), H query heads, K key heads, D head_dim.
+Legend: T tokens, S segments, H query heads, K key heads, D head_dim.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -41,7 +38,6 @@ from torch import Tensor
 from kernels.backend import (
     Backend,
     check_bounds,
-    check_integers,
     check_sinks,
     check_tensors,
     check_window,
@@ -66,12 +62,8 @@ from kernels.memory import Scratch
 
 _ATTEND = "kernels.torch.attention:attend"
 _DIFFERENTIATE = "kernels.torch.attention:differentiate"
-_DEFINITION = "kernels.torch.attention:attend_by_definition"
-_FLASH = "kernels.gpu.attention:attend"
 _TREES = "kernels.gpu.attention:attend_trees"
-_NOT_PLAIN = "only for causal=True, return_lse=False and keys of the queries' lengths"
 
-Bounds = Tensor | Sequence[int]
 Layout = TypeVar("Layout")
 
 
@@ -92,8 +84,7 @@ class VarlenPlan:
         layers."""
         if key not in self._layouts:
             self._layouts[key] = make()
-        found: Layout = self._layouts[key]
-        return found
+        return self._layouts[key]
 
     @property
     def num_tokens(self) -> int:
@@ -196,105 +187,34 @@ def tree_attention(
     """o [T, H, D] of the segments of `plan`, `make_varlen_plan(cu_seqlens, prefix_of_S)`. With
     `window=w` a query sees the last w of its keys, ancestors' and own, itself included. `sinks` [H]
     as in `flash_attn_varlen`."""
-    _check_tensors(q_THD, k_THD, v_THD)
+    check_attention(q_THD, k_THD, v_THD)
     check_sinks(sinks, q_THD)
     check_window(window)
-    _check_plan(plan, q_THD, k_THD)
+    check_plan(plan, q_THD, k_THD)
     options = AttendOptions(scale_of(softmax_scale, q_THD), window, sinks)
     if use_triton(backend, q_THD, has_cpp=True):
-        found: Tensor = resolve(_TREES)((q_THD, k_THD, v_THD), plan, options, backend)
-        return found
-    return _attend_planned((q_THD, k_THD, v_THD), plan, options, backend)
+        return resolve(_TREES)((q_THD, k_THD, v_THD), plan, options, backend)
+    return attend_planned((q_THD, k_THD, v_THD), plan, options, backend)
 
 
-def _attend_planned(
+def attend_planned(
     qkv: tuple[Tensor, Tensor, Tensor], plan: VarlenPlan, options: AttendOptions, backend: Backend
 ) -> Tensor:
+    """Attention of tensors that fit the plan, in C++ or PyTorch."""
     sinks = wide_sinks(options.sinks, qkv[0])
-    out: Tensor = PackedAttention.apply(*qkv, sinks, plan, options, use_native(backend, *qkv))
-    return out
+    return PackedAttention.apply(*qkv, sinks, plan, options, use_native(backend, *qkv))
 
 
-def _check_plan(plan: VarlenPlan, q: Tensor, k: Tensor) -> None:
+def check_plan(plan: VarlenPlan, q: Tensor, k: Tensor) -> None:
+    """Raises where the plan was made for another number of tokens."""
     if not plan.num_tokens == q.shape[0] == k.shape[0]:
         raise ValueError(
             f"plan: made for {plan.num_tokens} tokens, q has {q.shape[0]}, k {k.shape[0]}"
         )
 
 
-def flash_attn_varlen(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKD: Tensor,
-    cu_seqlens_q: Tensor | Sequence[int],
-    cu_seqlens_k: Tensor | Sequence[int],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    plan: VarlenPlan | None = None,
-    batch_invariant: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """o [T, H, D], or (o, lse [T, H] in fp32, natural logarithm) with `return_lse`.
-
-    `cu_seqlens_*` [sequences + 1] start at 0, never decrease and end at T and S; on a GPU int32
-    tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
-    `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `sinks` [H] are scores
-    without a value, one a head, differentiable and not multiplied by the scale. `plan` is
-    `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
-    lse); one serves calls with different windows. `batch_invariant` on a GPU gives a query the bits
-    that `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
-    """
-    _check_tensors(q_THD, k_SKD, v_SKD)
-    check_sinks(sinks, q_THD)
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window}: must be at least 1, with causal=True")
-    check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    qkv, lengths = (q_THD, k_SKD, v_SKD), (cu_seqlens_q, cu_seqlens_k)
-    options = AttendOptions(scale_of(softmax_scale, q_THD), window, sinks)
-    if use_triton(backend, q_THD, has_cpp=True):
-        limits = (max_seqlen_q, max_seqlen_k)
-        run: Callable[..., Tensor | tuple[Tensor, Tensor]] = resolve(_FLASH)
-        return run(qkv, lengths, limits, causal, return_lse, options, batch_invariant)
-    is_plain = causal and not return_lse and q_THD.device.type == "cpu"
-    if plan is None:
-        bounds_q, bounds_k = _checked_bounds(lengths, q_THD, k_SKD)
-        if not is_plain or bounds_q != bounds_k:
-            use_native(backend, q_THD, refusal=_NOT_PLAIN)  # C++ is refused
-            out, lse = resolve(_DEFINITION)(qkv, (bounds_q, bounds_k), causal, options)
-            return (out, lse) if return_lse else out
-        plan = make_varlen_plan(bounds_q)
-    elif not is_plain or plan.is_tree:
-        raise ValueError(
-            "plan: only for causal=True, return_lse=False on a CPU, without parents (a tree's is "
-            "for tree_attention)"
-        )
-    _check_plan(plan, q_THD, k_SKD)
-    # Whole tensors, for a view would keep the fused projection that it looks into for the gradient.
-    whole = q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous()
-    return _attend_planned(whole, plan, options, backend)
-
-
-def _checked_bounds(
-    lengths: tuple[Bounds, Bounds], q: Tensor, k: Tensor
-) -> tuple[list[int], list[int]]:
-    check_bounds("cu_seqlens_q", lengths[0], q.shape[0])
-    check_bounds("cu_seqlens_k", lengths[1], k.shape[0])
-    bounds_q, bounds_k = ints(lengths[0]), ints(lengths[1])
-    if len(bounds_q) != len(bounds_k):
-        raise ValueError(
-            f"cu_seqlens_k: {len(bounds_k) - 1} sequences, must be cu_seqlens_q's "
-            f"{len(bounds_q) - 1}"
-        )
-    return bounds_q, bounds_k
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises unless shapes, dtypes and devices fit each other."""
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(f"q, k: must be [tokens, heads, head_dim], got {q.dim()}-d, {k.dim()}-d")
     if k.shape != v.shape or k.shape[2] != q.shape[2]:

@@ -82,7 +82,7 @@ class InputRecipe(NamedTuple):
 
 def is_packable(weight: Tensor) -> bool:
     """True if there is a packed layout for this weight."""
-    return is_native(weight) or bool(resolve(_CAN_PACK)(weight))
+    return is_native(weight) or resolve(_CAN_PACK)(weight)
 
 
 def is_native(weight: Tensor) -> bool:
@@ -95,8 +95,7 @@ def pack_weight(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     where there is none. It is written into `out`, an earlier copy, where that fits."""
     if is_native(weight):
         return cpp_ops.pack(weight.detach(), None if out is None or out.is_mkldnn else out)
-    packed: Tensor | None = resolve(_PACK)(weight, out)
-    return packed
+    return resolve(_PACK)(weight, out)
 
 
 def linear_rows(
@@ -111,8 +110,7 @@ def linear_rows(
         y_TO: Tensor = resolve(BATCH_INVARIANT)(x_TI, weight_OI.t())
         return y_TO if bias is None else y_TO.add_(bias)
     if not has_native(weight_OI, x_TI) or (packed is not None and packed.is_mkldnn):
-        found: Tensor = resolve(_LINEAR)(x_TI, weight_OI, bias, packed)
-        return found
+        return resolve(_LINEAR)(x_TI, weight_OI, bias, packed)
     if packed is None and _fits_scratch(weight_OI):
         return cpp_ops.linear_unpacked(x_TI, weight_OI, bias)
     packed = cpp_ops.pack(weight_OI.detach()) if packed is None else packed
@@ -138,8 +136,7 @@ def matmul_rows(a_MK: Tensor, b_KN: Tensor, packed: Tensor | None = None) -> Ten
         packed = pack_columns(b_KN)
     if packed is not None:
         return cpp_ops.linear(a_MK, packed, None, b_KN.shape[1])
-    product: Tensor = resolve(_MATMUL)(a_MK, b_KN)
-    return product.to(a_MK.dtype)
+    return resolve(_MATMUL)(a_MK, b_KN).to(a_MK.dtype)
 
 
 @torch.no_grad()
@@ -162,16 +159,6 @@ def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     add_weight_grad(total, dy_TO, x_TI)
     return total.to(weight.dtype)
-
-
-@torch.no_grad()
-def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Compute the weight gradients that a backward pass left, in its order; empties the list."""
-    while late:
-        weight, dy_TO, x_TI = late.pop(0)
-        dw = weight_grad(weight, dy_TO, x_TI)
-        if dw is not None:
-            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
 
 class _Linear(torch.autograd.Function):

@@ -14,9 +14,9 @@ Of several tokens at one place the terms by g add up; the logits are computed on
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`triton/linear_logprob.py`).
 
-The arithmetic on logits that exist is one pass of C++ on a CPU (`cpp/logits.h`), as is their
-gradient, else `softmax_parts` (`torch/linear_logprob.py`, with `linear_logprob_ref`); the sampler
-uses the same, so a rollout's log-prob and the trainer's are the same bits.
+The arithmetic on a chunk's logits is one pass of C++ on a CPU (`cpp/logits.h`), as is their
+gradient, else PyTorch's (`torch/linear_logprob.py`, with `linear_logprob_ref`); the sampler uses
+the same (`logits/logprob.py`), so a rollout's log-prob and the trainer's are the same bits.
 
 Left out: the likeliest tokens of every place, from the same chunks (`logits/topk.py`).
 
@@ -24,7 +24,6 @@ Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,58 +80,6 @@ class _Options:
     @property
     def on_triton(self) -> bool:
         return self.path == "triton"
-
-
-class SoftmaxParts(NamedTuple):
-    """The softmax of each row, in fp32 (fp64): p = weights / Σ weights = exp(z − lse)."""
-
-    z: Tensor  # [rows, V] tempered logits
-    weights: Tensor  # [rows, V] exp(z − max z)
-    lse: Tensor  # [rows] log Σ exp z
-
-
-def softmax_parts(logits_BV: Tensor, temperature: float = 1.0) -> SoftmaxParts:
-    """The softmax of logits / temperature, row by row: what both engines take log-probs from."""
-    z = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    if temperature != 1.0:
-        z = z / temperature
-    highest = z.amax(-1, keepdim=True)
-    weights = (z - highest).exp_()
-    if z.shape[0] == 1:  # one long row would be split between threads; two rows are not
-        total = weights.repeat(2, 1).sum(-1)[:1]
-    else:
-        total = weights.sum(-1)
-    return SoftmaxParts(z, weights, total.log_().add_(highest.squeeze(1)))
-
-
-def logits_logprob(
-    logits_BV: Tensor,
-    token_ids_B: Tensor,
-    temperature: float = 1.0,
-    *,
-    backend: Backend = "auto",
-) -> Tensor:
-    """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
-    temperature = valid_temperature(temperature)
-    if token_ids_B.shape != logits_BV.shape[:1]:
-        raise ValueError(
-            f"token_ids: shape {tuple(token_ids_B.shape)} must be one id for each of the "
-            f"{logits_BV.shape[0]} rows of logits"
-        )
-    check_tensors(logits_BV, "logits", False, token_ids=token_ids_B)
-    check_integers(token_ids=token_ids_B)
-    if token_ids_B.device.type == "cpu":
-        _check_ids(token_ids_B, logits_BV.shape[1])
-    if use_native(backend, logits_BV):
-        return cpp_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
-    if use_triton(backend, logits_BV):  # the kernel of `linear_logprob`, so its bits
-        check_triton_dtype("logits", logits_BV.dtype)
-        logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
-        found = resolve(_STATS["triton"])(logits_BV, token_ids_B.contiguous(), temperature, False)
-        logp: Tensor = found[0]
-        return logp
-    parts = softmax_parts(logits_BV, temperature)
-    return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -252,8 +199,7 @@ class ChunkLogits:
             return linear_rows(hidden_CD, self.head, None, self.packed)
         out = self.buffer[: hidden_CD.shape[0]]
         if self.batch_invariant:
-            found: Tensor = resolve(BATCH_INVARIANT)(hidden_CD, self.head.t(), out)
-            return found
+            return resolve(BATCH_INVARIANT)(hidden_CD, self.head.t(), out)
         return torch.mm(hidden_CD, self.head.t(), out=out)
 
 
@@ -401,10 +347,11 @@ def check_head(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
     check_floating(weight=weight)
     check_integers(token_ids=token_ids)
     if token_ids.device.type == "cpu":
-        _check_ids(token_ids, weight.shape[0])
+        check_ids(token_ids, weight.shape[0])
 
 
-def _check_ids(token_ids: Tensor, vocab_size: int) -> None:
+def check_ids(token_ids: Tensor, vocab_size: int) -> None:
+    """Raises for an id outside the vocabulary. Reads the ids, so ask on a CPU only."""
     if not token_ids.numel():
         return
     low, high = (int(x) for x in token_ids.aminmax())

@@ -1,4 +1,4 @@
-"""Memory of values: buffers that live on, pages past the allocator, ways to a GPU and back, copies.
+"""Memory of values: buffers that live on, pages past the allocator, ways to a GPU and back.
 
 A copy between host and GPU costs some ten microseconds whatever its size, and one that the host
 waits for costs the work that it could have queued meanwhile. So what one step needs goes up in one
@@ -72,6 +72,13 @@ def release_free_memory() -> None:
         trim(0)
 
 
+def release_memory() -> None:
+    """Gives back what was freed on host and GPU, after a phase that needed more than the next one
+    will: both keep it for themselves otherwise."""
+    release_free_memory()
+    torch.cuda.empty_cache()
+
+
 def fresh_pages(num_bytes: int) -> Tensor:
     """Zeros, uint8, that take memory as they are first written to, and give all of it back when the
     tensor dies, however the allocator is set: for a buffer that comes and goes, such as a cache.
@@ -87,8 +94,7 @@ def to_device(value: T, device: torch.device) -> T:
     `device`. A GPU gets them in one copy from pinned memory, not waited for."""
     if device.type == "cpu":
         return value
-    moved: T = resolve(_UPLOAD)(value, device)
-    return moved
+    return resolve(_UPLOAD)(value, device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -111,21 +117,6 @@ def all_finite(xs: Sequence[Tensor]) -> list[bool]:
     natively = iter(ops.for_ranges(plain, has_finite=True)[1])
     in_torch = iter(resolve(_EXTREMES)(others) if others else [])
     return [next(natively if is_native else in_torch) for is_native in are_plain]
-
-
-def copy_large(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """`out.copy_(x)` for each, also of another dtype; faster where it is only bytes, which then go
-    past the caches where they can."""
-    pairs = list(zip(outs, xs, strict=True))
-    is_bytes = [
-        out.shape == x.shape and out.dtype == x.dtype and is_plain(out, x) for out, x in pairs
-    ]
-    plain = [pair for pair, is_native in zip(pairs, is_bytes, strict=True) if is_native]
-    ops.for_ranges([x for _, x in plain], [out for out, _ in plain])
-    with torch.no_grad():
-        for (out, x), is_native in zip(pairs, is_bytes, strict=True):
-            if not is_native:
-                out.copy_(x)
 
 
 def is_plain(*tensors: Tensor) -> bool:

@@ -17,7 +17,7 @@ exact, and two versions of the weights nearly always have the same.
 Left out: other attention than causal and windows; freeing the blocks that have left the windows of
 all layers (a sequence keeps its blocks to its end); scales by head or by token, scales stored in
 checkpoints.
-Next: model_runner.py (who calls this), kernels/paged_attention.py (the attention itself).
+Next: model_runner.py (who calls this), kernels/paged/paged_attention.py (the attention itself).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
+import kernels
+from kernels import make_kv_cache, make_paged_plan
 from kernels.cpp.ops import QueryTiles
-from kernels.kv_cache import cache_rows, index_dtype, keys_in_runs
+from kernels.kv_cache import PagedPlan, cache_rows, index_dtype, keys_in_runs
 from kernels.memory import Scratch
-from kernels.paged_attention import PagedPlan
 from nanoengine.model.attention import AttentionContext, PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
@@ -235,8 +235,8 @@ class PagedContext:
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
         slots, rows = self._slots_T, self._rows
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
-        return paged_attention(
+        kernels.reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
+        return kernels.paged_attention(
             q_THD,
             k_cache,
             v_cache,

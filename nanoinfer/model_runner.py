@@ -22,7 +22,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels import linear, linear_logprob, logits_logprob, pack_weight
+import kernels
+from kernels import linear, linear_logprob, pack_weight
 from kernels.cpp.decoder import (
     Decoder,
     DecoderMatrix,
@@ -226,7 +227,7 @@ class ModelRunner:
         """Log-probs of ids from the logits that tokens are drawn from, some rows at a time."""
         parts = zip(rows_P.split(_SCORED_ROWS), ids_P.split(_SCORED_ROWS), strict=True)
         logits = ((self._logits(hidden_TE.index_select(0, rows)), ids) for rows, ids in parts)
-        return torch.cat([logits_logprob(one, ids, temperature) for one, ids in logits])
+        return torch.cat([kernels.logits_logprob(one, ids, temperature) for one, ids in logits])
 
     def _rank(self, hidden_TE: Tensor, scored: Scored | None) -> list[Tensor]:
         """Ids and log-probs of the likeliest tokens where they were asked for, two tensors for each

@@ -27,11 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import logits_logprob
+import kernels
 from kernels.backend import use_native
 from kernels.cpp import logits_ops
 from kernels.cpp import ops as cpp_ops
-from kernels.linear_logprob import softmax_parts
 from kernels.logits.sampling import kept_tokens
 from nanoinfer.logit_edits import EditPlan, LogitEdits
 
@@ -119,11 +118,11 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                     torch.from_numpy(batch.min_ps[chunk]),
                 )
             if is_edited:
-                logp = logits_logprob(z_RV, picked, temperature)
+                logp = kernels.logits_logprob(z_RV, picked, temperature)
             tokens[index], logps[index], sampled_logps[index] = picked, logp, own
     if batch.raw_rows:
         raw = list(batch.raw_rows)
-        logps[raw] = logits_logprob(logits_BV[raw], tokens[raw])
+        logps[raw] = kernels.logits_logprob(logits_BV[raw], tokens[raw])
     return Samples(tokens, logps, sampled_logps)
 
 
@@ -175,7 +174,7 @@ def likeliest(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor
         return logits_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
     ids = torch.stack([_first_of_row(z_V, min(count, len(z_V))) for z_V in logits_RV])
     rows = logits_RV.repeat_interleave(ids.shape[1], 0)
-    return ids, logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
+    return ids, kernels.logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
 
 
 def _first_of_row(z_V: Tensor, count: int) -> Tensor:
@@ -192,8 +191,8 @@ def _pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Te
         return cpp_ops.pick(logits_RV, temperature, u_R)
     if u_R is None:
         likeliest = logits_RV.float().argmax(-1)
-        return likeliest, logits_logprob(logits_RV, likeliest, temperature)
-    parts = softmax_parts(logits_RV, temperature)
+        return likeliest, kernels.logits_logprob(logits_RV, likeliest, temperature)
+    parts = kernels.softmax_parts(logits_RV, temperature)
     num_rows, vocab = logits_RV.shape
     weights = parts.weights if vocab % _RUN == 0 else F.pad(parts.weights, (0, -vocab % _RUN))
     p_RNK = weights.view(num_rows, -1, _RUN)
@@ -235,4 +234,4 @@ def _pick_kept(
     cdf = kept.cumsum(-1)
     picked, _ = _invert(cdf, u_R)
     own = (kept.gather(1, picked.unsqueeze(1)) / cdf[:, -1:]).log().squeeze(1)
-    return picked, logits_logprob(logits_RV, picked, temperature), own.float()
+    return picked, kernels.logits_logprob(logits_RV, picked, temperature), own.float()

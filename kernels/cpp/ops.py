@@ -46,8 +46,7 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 @functools.cache
 def library() -> Kernels | None:
     """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
-    found: Kernels | None = pkgutil.resolve_name(_BUILD)()
-    return found
+    return pkgutil.resolve_name(_BUILD)()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.attention import VarlenPlan, flash_attn_varlen
+from kernels.attention import VarlenPlan
 from kernels.backend import Backend, check_bounds, check_triton_dtype, resolve, wide_sinks
 from kernels.cpp.ops import AttendOptions
 from kernels.gpu.gather_rows import RowGather, gather_rows, make_row_gather
 from kernels.memory import to_device
+from kernels.varlen.flash_attention import flash_attn_varlen
 
 _MAX_HEAD_DIM = 256
 _ATTENTION = "kernels.triton.attention:TritonAttention"

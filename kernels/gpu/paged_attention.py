@@ -20,7 +20,7 @@ from kernels.backend import (
 )
 from kernels.cpp.ops import AttendOptions
 from kernels.kv_cache import check_rows
-from kernels.paged_attention import PagedLimits, check_attention, paged_attention
+from kernels.paged.paged_attention import PagedLimits, check_attention, paged_attention
 
 _DECODE = "kernels.triton.paged_attention:decode"
 _PREFILL = "kernels.triton.paged_attention:attend"

@@ -1,6 +1,7 @@
 """PyTorch's products, where there is no C++: oneDNN's over a weight that was laid out, and plain.
 
-Also how a gradient that exists already is added to `main_grad` (adapters, tensor parallelism).
+Also gradients of weights that come another way: one that exists already is added to `main_grad`
+(adapters, tensor parallelism), those that pipelines left for later are computed.
 `kernels/linear.py` says when.
 """
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.linear import weight_grad
 from kernels.torch import onednn
 
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
@@ -76,3 +78,13 @@ def add_wide(total: Tensor, part: Tensor) -> None:
     step = max(1, _ADD_ELEMENTS // total[0].numel())
     for lo in range(0, total.shape[0], step):
         total[lo : lo + step].add_(part[lo : lo + step])
+
+
+@torch.no_grad()
+def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Compute the weight gradients that a backward pass left, in its order; empties the list."""
+    while late:
+        weight, dy_TO, x_TI = late.pop(0)
+        dw = weight_grad(weight, dy_TO, x_TI)
+        if dw is not None:
+            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)

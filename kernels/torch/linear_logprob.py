@@ -5,7 +5,7 @@ logits where no kernel runs. Both go by runs of rows that stay in the processor'
 import torch
 from torch import Tensor
 
-from kernels.linear_logprob import softmax_parts
+from kernels.logits.logprob import softmax_parts
 
 _TILE_ELEMENTS = 8 * 49152
 

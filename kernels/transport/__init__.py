@@ -1,1 +1,1 @@
-"""What weights that move between processes are asked: their checksums."""
+"""What weights that move between files, processes and buffers are asked: checksums and copies."""

@@ -1,4 +1,4 @@
-"""Checksums of weights that move between processes, at the memory's speed.
+"""Checksums and copies of weights that move, at the memory's speed.
 
     checksums(xs)                     of each tensor the sum of w[i] · (2 i + 1) over its bytes as
                                       64-bit words w, modulo 2^64, as a signed number; the last word
@@ -6,6 +6,7 @@
     checksum(x)                       of one
     checksums_and_finite(xs)          beside it whether the tensor is free of NaN and infinity
     copy_with_checksums(outs, xs)     the checksums, taken while the tensors are copied
+    copy_large(outs, xs)              copies that go past the caches where they can
 
 They take all tensors of a model at once: threads that meet after each of hundreds of tensors spend
 their time waiting where they share a core with others. On a CPU the C++ kernel does everything in
@@ -63,6 +64,21 @@ def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[in
         for out, x in zip(outs, xs, strict=True):
             out.copy_(x)
     return checksums(xs)
+
+
+def copy_large(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """`out.copy_(x)` for each, also of another dtype; faster where it is only bytes, which then go
+    past the caches where they can."""
+    pairs = list(zip(outs, xs, strict=True))
+    is_bytes = [
+        out.shape == x.shape and out.dtype == x.dtype and is_plain(out, x) for out, x in pairs
+    ]
+    plain = [pair for pair, is_native in zip(pairs, is_bytes, strict=True) if is_native]
+    ops.for_ranges([x for _, x in plain], [out for out, _ in plain])
+    with torch.no_grad():
+        for (out, x), is_native in zip(pairs, is_bytes, strict=True):
+            if not is_native:
+                out.copy_(x)
 
 
 def _checksum_in_torch(x: Tensor) -> int:

@@ -17,7 +17,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_varlen, make_varlen_plan, tree_attention
+import kernels
+from kernels import make_varlen_plan, tree_attention
 from kernels.attention import VarlenPlan
 from kernels.backend import Backend
 
@@ -77,7 +78,7 @@ class PackedContext:
     ) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens)
-        out = flash_attn_varlen(
+        out = kernels.flash_attn_varlen(
             q_THD,
             k_TKD,
             v_TKD,

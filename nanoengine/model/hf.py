@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.memory import all_finite, copy_large
+from kernels.memory import all_finite
+from kernels.transport.checksum import copy_large
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer

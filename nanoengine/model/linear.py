@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+import kernels
 from kernels import (
     Int8Weight,
     add_rows_,
@@ -29,7 +30,6 @@ from kernels import (
     int8_linear,
     linear,
     linear_logprob,
-    linear_topk,
     pack_int8,
     pack_weight,
     quantize_fp8,
@@ -245,7 +245,7 @@ class NoSplit:
     def likeliest(
         self, hidden_PE: Tensor, head: OutputHead, k: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        return linear_topk(
+        return kernels.linear_topk(
             hidden_PE,
             head.weight_VE,
             k,

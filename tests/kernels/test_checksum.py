@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.memory import all_finite, copy_large
+from kernels.memory import all_finite
 from kernels.transport.checksum import (
     checksum,
     checksums,
     checksums_and_finite,
+    copy_large,
     copy_with_checksums,
 )
 

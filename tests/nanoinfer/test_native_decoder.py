@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import save_reference
 
-from kernels.kv_cache import cache_rows
-from kernels.paged_attention import make_paged_plan
+from kernels.kv_cache import cache_rows, make_paged_plan
 from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.transformer import Transformer

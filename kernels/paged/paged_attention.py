@@ -19,9 +19,7 @@ Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,20 +30,18 @@ from kernels.backend import (
     check_sinks,
     check_tensors,
     check_window,
-    ints,
     resolve,
     scale_of,
     use_native,
     use_triton,
     wide_sinks,
 )
-from kernels.cpp.ops import AttendOptions, QueryTiles, attend_paged, paged_tiles
-from kernels.kv_cache import check_caches, check_like, check_rows
-from kernels.memory import Scratch
+from kernels.cpp.ops import AttendOptions, QueryTiles, attend_paged
+from kernels.kv_cache import PagedPlan, check_rows, make_paged_plan
+from kernels.paged.cache_checks import check_caches, check_like
 
 _ON_GPU = "kernels.gpu.paged_attention:attend"
 _CHECK_RANGE = "kernels.gpu.paged_attention:check_block_range"
-_PLAN = "kernels.torch.paged_attention:plan_rectangles"
 _ATTEND = "kernels.torch.paged_attention:attend"
 _DEFINITION = "kernels.torch.paged_attention:attend_by_definition"
 
@@ -57,63 +53,6 @@ class PagedLimits(NamedTuple):
     seq_len: int  # the longest sequence
     split_size: int | None
     batch_invariant: bool
-
-
-@dataclass(frozen=True)
-class PagedPlan:
-    """Where a step's queries find their keys, for attention on a CPU, whatever a layer's window."""
-
-    num_tokens: int
-    layout: QueryTiles | Any  # for C++; for PyTorch its own
-
-
-def make_paged_plan(
-    query_start_loc: Tensor | Sequence[int],
-    seq_lens: Tensor | Sequence[int],
-    block_tables: Tensor,
-    *,
-    cache: Tensor,
-    num_heads: int,
-    dtype: torch.dtype,
-    scratch: Scratch | None = None,
-    backend: Backend = "auto",
-) -> PagedPlan:
-    """A plan for `paged_attention(..., plan=)` on a CPU.
-
-    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
-    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `cache` is any
-    layer's values (its keys, where those do not lie in runs): its shape, dtype and order in memory
-    count. `num_heads` and `dtype` are those of the queries. `scratch` is memory that outlives the
-    plan.
-    """
-    check_rows(cache)
-    starts, lens = ints(query_start_loc), ints(seq_lens)
-    _check_step(starts, lens, block_tables, cache.shape[1])
-    refusal = None if cache.dtype == dtype else f"the cache is {cache.dtype}, queries are {dtype}"
-    if use_native(backend, cache, refusal=refusal):
-        tiles = paged_tiles(starts, lens, block_tables, cache, num_heads // cache.shape[2])
-        return PagedPlan(starts[-1], tiles)
-    step = (starts, lens, block_tables)
-    return PagedPlan(starts[-1], resolve(_PLAN)(step, cache, dtype, scratch))
-
-
-def _check_step(starts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
-    if len(starts) != len(lens) + 1 or block_tables.shape[0] != len(lens):
-        raise ValueError(
-            f"query_start_loc: {len(starts) - 1} sequences, seq_lens: {len(lens)}, block_tables: "
-            f"{block_tables.shape[0]}; must be the same"
-        )
-    for i, ((lo, hi), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
-        if not 0 <= hi - lo <= length:
-            raise ValueError(
-                f"seq_lens[{i}]={length}: must be at least the sequence's {hi - lo} queries, "
-                "and query_start_loc must not decrease"
-            )
-        if length > block_tables.shape[1] * block_size:
-            raise ValueError(
-                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
-                f"seq_lens[{i}]={length}"
-            )
 
 
 def paged_attention(
