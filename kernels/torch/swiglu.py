@@ -24,7 +24,7 @@ def forward(gate_up: Tensor) -> Tensor:
     return out
 
 
-def backward(dy: Tensor, gate_up: Tensor, overwrite: bool) -> Tensor:
+def backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Tensor:
     """The gradient by `gate_up`, in memory of its own whatever `overwrite` says."""
     grad = torch.empty_like(gate_up)
     dy, gate_up, flat = dy.flatten(0, -2), gate_up.flatten(0, -2), grad.flatten(0, -2)
