@@ -147,10 +147,12 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
+        q, k, v, out = ctx.saved_tensors
         if ctx.is_native:
-            grads = attend_packed_gradient(do, *ctx.saved_tensors, ctx.plan.span_trees, ctx.options)
+            trees = ctx.plan.span_trees
+            grads = attend_packed_gradient(do, q, k, v, out, trees, ctx.options)
         else:
-            grads = resolve(_DIFFERENTIATE)(do, ctx.saved_tensors, ctx.plan, ctx.options)
+            grads = resolve(_DIFFERENTIATE)(do, (q, k, v, out), ctx.plan, ctx.options)
         return *grads, None, None, None
 
 

@@ -51,7 +51,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         run = cpp_ops.rms_norm_gradient if ctx.path == "cpp" else resolve(_BACKWARD[ctx.path])
-        return *run(dy, *ctx.saved_tensors), None, None
+        x, weight, rstd = ctx.saved_tensors
+        return *run(dy, x, weight, rstd), None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -68,7 +69,8 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dtotal):
         run = cpp_ops.rms_norm_gradient if ctx.path == "cpp" else resolve(_BACKWARD[ctx.path])
-        dx, dw = run(dy, *ctx.saved_tensors, dtotal)
+        total, weight, rstd = ctx.saved_tensors
+        dx, dw = run(dy, total, weight, rstd, dtotal)
         return dx, dx, dw, None, None
 
 

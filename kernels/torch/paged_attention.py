@@ -54,10 +54,10 @@ def attend_by_definition(
     options: AttendOptions,
 ) -> Tensor:
     """The definition, for comparison on a GPU: widens all of the caches."""
-    wide = [_dequantised(cache, s, q_THD) for cache, s in zip(caches, scales, strict=True)]
+    k, v = (_dequantised(cache, s, q_THD) for cache, s in zip(caches, scales, strict=True))
     starts, lens, tables = step
     return paged_attention_ref(
-        q_THD, *wide, starts, lens, tables.long(), options.scale,
+        q_THD, k, v, starts, lens, tables.long(), options.scale,
         window=options.window, sinks=options.sinks,
     )  # fmt: skip
 
