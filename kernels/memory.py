@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _UPLOAD = "kernels.gpu.upload:upload"
 _EXTREMES = "kernels.torch.finite:are_finite"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # as glibc numbers them
 _KEEP_BYTES = 2**31 - 1
 
 
