@@ -1,25 +1,40 @@
-"""Which back end an op runs on, and the checks of arguments that ops share.
+"""Which path an op takes, and the checks of arguments that ops share.
 
 Every op takes `backend="auto" | "torch" | "cpp" | "triton"`. "auto" follows the device of the
 tensors: Triton on a GPU; on a CPU C++ where there is a kernel for their dtype and a compiler, else
 PyTorch. A named back end runs or raises `ValueError` with the reason; it never gives way to
 another. A backward pass runs on the back end of its forward pass.
 
+C++ is called by the ops themselves. The other paths they know by name only ("module:function", in
+a table at the top of each file), and `resolve` imports one when it is first taken.
+
 The checks come before any work: a kernel would read wrong memory where PyTorch raises, and
 PyTorch's own message names no argument.
 """
 
+import functools
 import math
+import pkgutil
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kernels.cpp.build import NATIVE_DTYPES, has_native
+from kernels.cpp.ops import NATIVE_DTYPES, has_native
 
 Backend = Literal["auto", "torch", "cpp", "triton"]
+Path = Literal["cpp", "triton", "torch"]
+"""A back end that was chosen."""
+
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def resolve(name: str) -> Any:
+    """What "package.module:name" names. A table of names keeps what this path does not need out of
+    the process: Triton on a CPU, PyTorch's fallbacks where there is a compiler."""
+    return pkgutil.resolve_name(name)
 
 
 def use_triton(backend: str, x: Tensor, *, has_cpp: bool = False) -> bool:
@@ -55,6 +70,11 @@ def use_native(backend: str, *tensors: Tensor, refusal: str | None = None) -> bo
     if reason is not None:
         raise ValueError(f"backend='cpp': {reason}; use backend='auto' or 'torch'")
     return True
+
+
+def chosen(on_triton: bool, is_native: bool) -> Path:
+    """The path of a call from the answers of `use_triton` and `use_native`."""
+    return "cpp" if is_native else "triton" if on_triton else "torch"
 
 
 def _why_not_native(tensors: Sequence[Tensor]) -> str | None:
@@ -167,16 +187,6 @@ def check_bounds(
         raise ValueError(f"{name}={bounds}: must start at 0 and never decrease")
     if num_tokens is not None and bounds[-1] != num_tokens:
         raise ValueError(f"{name}: ends at {bounds[-1]}, must end at the {num_tokens} tokens")
-
-
-def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
-    """Every value is [B]: one number for each row of logits."""
-    for name, value in values.items():
-        if value is not None and value.shape != logits_BV.shape[:1]:
-            raise ValueError(
-                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
-                f"{logits_BV.shape[0]} rows of logits"
-            )
 
 
 def ints(x: Tensor | Sequence[int]) -> list[int]:

@@ -1,80 +1,31 @@
-"""Writes new keys and values into the paged cache.
+"""The paged cache of keys and values: how it lies, and where a step's queries find their keys.
 
 A cache is [blocks, block_size, key heads, head_dim]; slot s is row s % block_size of block
 s // block_size. `make_kv_cache` allocates it in the order that its device's kernels read fastest.
 Where C++ attends, `keys_in_runs` says how that memory is to hold keys: as scoring multiplies them,
 so that no step lays them out again. Values stay rows, and rows are counted in their cache. Every
-function takes keys of either order; `key_rows` reads them as rows.
+function takes keys of either order.
+
+A step of a dense model over it is one call of C++ (`cpp/decoder.py`), for which `cache_rows` says
+where new keys go and `make_paged_plan` where the old ones are. Left out: the ops that a model calls
+layer by layer instead, which write to the cache and attend over it (`paged/`).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.backend import Backend, check_tensors, use_native, use_triton
+from kernels.backend import Backend, ints, resolve, use_native
 from kernels.cpp import ops as cpp_ops
-from kernels.cpp.ops import has_key_runs
-from kernels.host_memory import fresh_pages
+from kernels.cpp.ops import QueryTiles, has_key_runs, paged_tiles
+from kernels.memory import Scratch, fresh_pages
 
-
-def reshape_and_cache_ref(
-    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
-) -> None:
-    """The definition, token by token."""
-    for t, slot in enumerate(slot_mapping_T.tolist()):
-        if slot >= 0:
-            k_cache[slot // k_cache.shape[1], slot % k_cache.shape[1]] = k_TKD[t]
-            v_cache[slot // v_cache.shape[1], slot % v_cache.shape[1]] = v_TKD[t]
-
-
-def reshape_and_cache(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    rows: Tensor | None = None,
-    backend: Backend = "auto",
-    debug: bool = False,
-) -> None:
-    """Stores each token's k and v at its slot, in place; a slot of −1 skips the token.
-
-    With `k_scale`, `v_scale` (one fp32 element each) the caches are fp8 and hold k / k_scale and
-    v / v_scale, rounded to nearest and saturated. On a CPU slots are taken as they are (no −1), to
-    save a pass over them in every layer; `rows` is `cache_rows` of them (which checks their range),
-    for all layers to share.
-    `debug` reads the slots back and checks their range.
-    """
-    _check(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
-    if debug:
-        _check_slots(slot_mapping_T, v_cache, lowest=-1)
-    if use_triton(backend, k_TKD, has_cpp=True):
-        check_rows(k_cache)
-        from kernels.triton import kv_cache as triton_ops
-
-        triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
-        return
-    with torch.no_grad():
-        rows = cache_rows(slot_mapping_T, v_cache) if rows is None else rows
-        if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
-            cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(v_cache))
-            return
-        rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(v_cache)).flatten()
-        for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
-            if has_key_runs(cache):
-                _store_in_runs(cache, rows, x_TKD.flatten(0, 1))
-                continue
-            if scale is not None:
-                bits = index_dtype(cache.dtype)
-                x_TKD = quantised(x_TKD, scale, cache.dtype).view(bits)
-                cache = cache.view(bits)
-            ordered = cache if cache.is_contiguous() else heads_first(cache)
-            ordered.view(-1, cache.shape[3]).index_copy_(0, rows, x_TKD.flatten(0, 1))
+_PLAN = "kernels.torch.paged_attention:plan_rectangles"
 
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -109,25 +60,6 @@ def keys_in_runs(cache: Tensor) -> Tensor:
     return heads_first(cache).view(num_blocks, num_kv, runs, words, num_keys, per_word)
 
 
-def key_rows(k_cache: Tensor) -> Tensor:
-    """Keys as [blocks, block_size, K, D], heads first; a copy of all where they lie in runs."""
-    if not has_key_runs(k_cache):
-        return k_cache
-    rows = _keys_of_runs(k_cache).contiguous()
-    return rows.flatten(4).flatten(2, 3).transpose(1, 2)
-
-
-def _keys_of_runs(k_cache: Tensor) -> Tensor:
-    """The same memory as [blocks, K, runs, keys of a run, words, elements of a word]."""
-    return k_cache.transpose(3, 4)
-
-
-def _store_in_runs(k_cache: Tensor, rows: Tensor, keys: Tensor) -> None:
-    """Keys [N, D] to those rows, counted heads first."""
-    places = _keys_of_runs(k_cache)
-    places[torch.unravel_index(rows, places.shape[:4])] = keys.view(-1, *places.shape[4:])
-
-
 def index_dtype(dtype: torch.dtype) -> torch.dtype:
     """As what elements are filled and copied: PyTorch lacks such ops of fp8, so that as bytes."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
@@ -136,32 +68,6 @@ def index_dtype(dtype: torch.dtype) -> torch.dtype:
 def heads_first(cache: Tensor) -> Tensor:
     """The same cache as [blocks, K, block_size, D]; contiguous where `make_kv_cache` made it."""
     return cache.transpose(1, 2)
-
-
-def is_cache_order(cache: Tensor) -> bool:
-    """True if it lies in memory as its device's kernels expect."""
-    return cache.is_contiguous() or (
-        cache.device.type == "cpu" and heads_first(cache).is_contiguous()
-    )
-
-
-def check_like(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises unless two caches hold as much, in one order, keys in runs or not."""
-    if has_key_runs(k_cache):
-        expected = keys_in_runs(v_cache).shape
-        if k_cache.shape != expected or not k_cache.is_contiguous():
-            raise ValueError(
-                f"k_cache: keys in runs {tuple(k_cache.shape)} must be keys_in_runs of a cache "
-                f"like v_cache, {tuple(expected)}"
-            )
-        return
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"k_cache: shape {tuple(k_cache.shape)} must be v_cache's {tuple(v_cache.shape)}, "
-            "[blocks, size, heads, head_dim]"
-        )
-    if k_cache.is_contiguous() != v_cache.is_contiguous():
-        raise ValueError("v_cache: must lie in memory in k_cache's order; see make_kv_cache")
 
 
 def check_rows(cache: Tensor) -> None:
@@ -182,7 +88,7 @@ def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
     """Where each token's first head lies in a CPU's cache seen as rows of D, [T] int64. `cache` is
     any layer's values; where keys do not lie in runs, any layer's keys do as well."""
     check_rows(cache)
-    _check_slots(slots_T, cache)
+    check_slots(slots_T, cache)
     block_size, num_kv = cache.shape[1:3]
     slots_T = slots_T.to(torch.int64)
     if cache.is_contiguous():
@@ -191,48 +97,8 @@ def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
     return slots_T + block * ((num_kv - 1) * block_size)
 
 
-def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale, saturated, in fp8."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
-
-
-def _check(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    if k.shape != v.shape or slots.shape != k.shape[:1]:
-        raise ValueError(
-            f"slot_mapping: shape {tuple(slots.shape)} must be the tokens of k {tuple(k.shape)} "
-            f"and v {tuple(v.shape)}"
-        )
-    check_like(k_cache, v_cache)
-    if v_cache.shape[2:] != k.shape[1:]:
-        raise ValueError(
-            f"k_cache: shape {tuple(v_cache.shape)} must end in k's {tuple(k.shape[1:])}"
-        )
-    check_tensors(k, "k", False, v=v, k_scale=k_scale, v_scale=v_scale)
-    if v.dtype != k.dtype:
-        raise ValueError(f"v: dtype {v.dtype} must be k's {k.dtype}")
-    if slots.device != k.device or slots.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
-    is_fp8 = k_cache.dtype.itemsize == 1
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != k.device or not is_cache_order(cache):
-            raise ValueError(f"{name}: must be contiguous and on {k.device}, is on {cache.device}")
-        if cache.dtype != (k_cache.dtype if is_fp8 else k.dtype):
-            raise ValueError(f"{name}: dtype {cache.dtype}, must be k's {k.dtype} or fp8")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
-            raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
-
-
-def _check_slots(slots: Tensor, cache: Tensor, lowest: int = 0) -> None:
+def check_slots(slots: Tensor, cache: Tensor, lowest: int = 0) -> None:
+    """Slots from `lowest` to the last of the cache."""
     num_slots = cache.shape[0] * cache.shape[1]
     is_bad = (slots < lowest) | (slots >= num_slots)
     if is_bad.any():
@@ -240,3 +106,60 @@ def _check_slots(slots: Tensor, cache: Tensor, lowest: int = 0) -> None:
         raise ValueError(
             f"slot_mapping[{t}]={int(slots[t])}: must be at least {lowest} and below {num_slots}"
         )
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """Where a step's queries find their keys, for attention on a CPU, whatever a layer's window."""
+
+    num_tokens: int
+    layout: QueryTiles | Any  # for C++; for PyTorch its own
+
+
+def make_paged_plan(
+    query_start_loc: Tensor | Sequence[int],
+    seq_lens: Tensor | Sequence[int],
+    block_tables: Tensor,
+    *,
+    cache: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
+    backend: Backend = "auto",
+) -> PagedPlan:
+    """A plan for `paged_attention(..., plan=)` on a CPU.
+
+    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
+    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `cache` is any
+    layer's values (its keys, where those do not lie in runs): its shape, dtype and order in memory
+    count. `num_heads` and `dtype` are those of the queries. `scratch` is memory that outlives the
+    plan.
+    """
+    check_rows(cache)
+    starts, lens = ints(query_start_loc), ints(seq_lens)
+    _check_step(starts, lens, block_tables, cache.shape[1])
+    refusal = None if cache.dtype == dtype else f"the cache is {cache.dtype}, queries are {dtype}"
+    if use_native(backend, cache, refusal=refusal):
+        tiles = paged_tiles(starts, lens, block_tables, cache, num_heads // cache.shape[2])
+        return PagedPlan(starts[-1], tiles)
+    step = (starts, lens, block_tables)
+    return PagedPlan(starts[-1], resolve(_PLAN)(step, cache, dtype, scratch))
+
+
+def _check_step(starts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
+    if len(starts) != len(lens) + 1 or block_tables.shape[0] != len(lens):
+        raise ValueError(
+            f"query_start_loc: {len(starts) - 1} sequences, seq_lens: {len(lens)}, block_tables: "
+            f"{block_tables.shape[0]}; must be the same"
+        )
+    for i, ((lo, hi), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
+        if not 0 <= hi - lo <= length:
+            raise ValueError(
+                f"seq_lens[{i}]={length}: must be at least the sequence's {hi - lo} queries, "
+                "and query_start_loc must not decrease"
+            )
+        if length > block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
+                f"seq_lens[{i}]={length}"
+            )

@@ -28,20 +28,27 @@ engines have to agree to the bit there too, `batch_invariant=True` asks for a Tr
 (`triton/batch_invariant.py`): one tile and one order of the sum for every number of rows, for the
 output and for the input's gradient.
 
-Left out: quantised weights (fp8.py).
+Left out: quantised weights (`quantized/`); what PyTorch does instead of C++ (`torch/linear.py`).
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import onednn
-from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_integers,
+    check_tensors,
+    check_triton_dtype,
+    resolve,
+    use_triton,
+)
 from kernels.cpp import ops as cpp_ops
-from kernels.cpp.build import has_native
+from kernels.cpp.ops import has_native
 
 _WORTH_PACKING = 32
 """Rows from which on a product is worth laying its other factor out for it."""
@@ -49,7 +56,19 @@ _WORTH_PACKING = 32
 _SCRATCH_BYTES = 1 << 25
 """Largest weight that is laid out in memory which the C++ keeps for the next one."""
 
-_ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
+BATCH_INVARIANT = "kernels.triton.batch_invariant:matmul"
+"""a · b by a kernel whose row m depends on row m of `a` and on `b` alone."""
+
+_LINEAR = "kernels.torch.linear:linear"
+_MATMUL = "kernels.torch.linear:matmul"
+_ADD_PRODUCT = "kernels.torch.linear:add_product"
+_PACK = "kernels.torch.linear:pack"
+_CAN_PACK = "kernels.torch.linear:can_pack"
+_ADD_ROWS = "kernels.gpu.gather_rows:add_rows"
+
+# oneDNN reads this once, before its first product, and PyTorch may ask for one that is not ours.
+# What a user has set stays. `torch/onednn.py` says why its matrix unit is left alone.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 class InputRecipe(NamedTuple):
@@ -63,9 +82,7 @@ class InputRecipe(NamedTuple):
 
 def is_packable(weight: Tensor) -> bool:
     """True if there is a packed layout for this weight."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    return is_native(weight) or onednn.can_multiply(torch.float32)
+    return is_native(weight) or resolve(_CAN_PACK)(weight)
 
 
 def is_native(weight: Tensor) -> bool:
@@ -76,13 +93,9 @@ def is_native(weight: Tensor) -> bool:
 def pack_weight(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     """A copy of `weight` in the layout of the processor's fastest product, for `packed=`; None
     where there is none. It is written into `out`, an earlier copy, where that fits."""
-    if not is_packable(weight):
-        return None
     if is_native(weight):
         return cpp_ops.pack(weight.detach(), None if out is None or out.is_mkldnn else out)
-    fresh = onednn.pack(weight)
-    is_fitting = out is not None and out.is_mkldnn and out.dtype == fresh.dtype
-    return out.copy_(fresh) if out is not None and is_fitting else fresh
+    return resolve(_PACK)(weight, out)
 
 
 def linear_rows(
@@ -94,16 +107,13 @@ def linear_rows(
 ) -> Tensor:
     """The forward pass, without autograd, on rows; `on_triton` by the batch-invariant kernel."""
     if on_triton:
-        y_TO = multiply_batch_invariant(x_TI, weight_OI.t())
+        y_TO: Tensor = resolve(BATCH_INVARIANT)(x_TI, weight_OI.t())
         return y_TO if bias is None else y_TO.add_(bias)
-    if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
-        return F.linear(x_TI, weight_OI, bias)
+    if not has_native(weight_OI, x_TI) or (packed is not None and packed.is_mkldnn):
+        return resolve(_LINEAR)(x_TI, weight_OI, bias, packed)
     if packed is None and _fits_scratch(weight_OI):
         return cpp_ops.linear_unpacked(x_TI, weight_OI, bias)
-    packed = pack_weight(weight_OI) if packed is None else packed
-    assert packed is not None, "packable weights have a packed form"
-    if packed.is_mkldnn:
-        return onednn.linear(x_TI, packed, bias)
+    packed = cpp_ops.pack(weight_OI.detach()) if packed is None else packed
     return cpp_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
 
 
@@ -111,14 +121,6 @@ def _fits_scratch(weight_OI: Tensor) -> bool:
     """True for a weight that C++ lays out as it is, in memory that it keeps: one of whole words."""
     has_words = weight_OI.shape[1] * weight_OI.itemsize % 4 == 0
     return is_native(weight_OI) and has_words and weight_OI.nbytes <= _SCRATCH_BYTES
-
-
-def multiply_batch_invariant(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """a · b by the Triton kernel whose row m depends on row m of `a` and on `b` alone. `out` may
-    have padded rows."""
-    from kernels.triton import batch_invariant as triton_ops
-
-    return triton_ops.matmul(a_MK, b_KN, out)
 
 
 def pack_columns(weight_OI: Tensor) -> Tensor | None:
@@ -134,37 +136,17 @@ def matmul_rows(a_MK: Tensor, b_KN: Tensor, packed: Tensor | None = None) -> Ten
         packed = pack_columns(b_KN)
     if packed is not None:
         return cpp_ops.linear(a_MK, packed, None, b_KN.shape[1])
-    return _matmul(a_MK, b_KN).to(a_MK.dtype)
+    return resolve(_MATMUL)(a_MK, b_KN).to(a_MK.dtype)
 
 
 @torch.no_grad()
 def add_weight_grad(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
     """total += dyᵀ · x. `total` is fp32 (fp64 for fp64): what a product's fp32 sums lose when they
     are rounded to bf16, the sum over micro-batches would never get back."""
-    if total_OI.dtype == torch.float32 and total_OI.stride(1) == 1 and _is_in_cpp(dy_TO, x_TI):
+    if total_OI.dtype == torch.float32 and total_OI.stride(1) == 1 and has_native(dy_TO, x_TI):
         cpp_ops.add_product(total_OI, dy_TO, x_TI)
-        return
-    if dy_TO.is_cuda and dy_TO.dtype in (torch.bfloat16, torch.float16):
-        total_OI.add_(torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32))
-        return
-    add_wide(total_OI, _matmul(dy_TO.t(), x_TI))
-
-
-def _is_in_cpp(*factors: Tensor) -> bool:
-    return all(is_native(x) and x.dtype == factors[0].dtype for x in factors)
-
-
-def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """By the fastest CPU path: oneDNN in fp32 (MKL reaches half of it on some machines)."""
-    if a_MK.device.type == "cpu" and a_MK.numel() and b_KN.numel() and _is_fp32_best(a_MK.dtype):
-        return onednn.matmul(a_MK, b_KN)
-    return a_MK @ b_KN
-
-
-def _is_fp32_best(dtype: torch.dtype) -> bool:
-    """True if oneDNN's fp32 product is the fastest for factors of this dtype."""
-    is_slow = dtype == torch.bfloat16 and not onednn.is_bf16_fast()
-    return (dtype == torch.float32 or is_slow) and onednn.can_multiply(torch.float32)
+    else:
+        resolve(_ADD_PRODUCT)(total_OI, dy_TO, x_TI)
 
 
 def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
@@ -177,36 +159,6 @@ def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     add_weight_grad(total, dy_TO, x_TI)
     return total.to(weight.dtype)
-
-
-def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
-    """Adds `dw` to `weight.main_grad` where there is one, else hands it to autograd."""
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, Tensor):
-        return dw.to(weight.dtype)
-    add_wide(main_grad, dw)
-    return None
-
-
-@torch.no_grad()
-def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Compute the weight gradients that a backward pass left, in its order; empties the list."""
-    while late:
-        weight, dy_TO, x_TI = late.pop(0)
-        dw = weight_grad(weight, dy_TO, x_TI)
-        if dw is not None:
-            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
-
-
-def add_wide(total: Tensor, part: Tensor) -> None:
-    """total += part, where part is narrower: row block by row block, because a mixed add first
-    widens all of `part` to memory, which takes seven times as long as the sum itself."""
-    if total.device.type != "cpu" or total.dtype == part.dtype:
-        total.add_(part)
-        return
-    step = max(1, _ADD_ELEMENTS // total[0].numel())
-    for lo in range(0, total.shape[0], step):
-        total[lo : lo + step].add_(part[lo : lo + step])
 
 
 class _Linear(torch.autograd.Function):
@@ -222,7 +174,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy_TO):
         sources, weight = ctx.saved_tensors, ctx.weight
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        multiply = multiply_batch_invariant if ctx.on_triton else matmul_rows
+        multiply = resolve(BATCH_INVARIANT) if ctx.on_triton else matmul_rows
         dx = multiply(dy_TO, weight) if needs_x else None
         late, dw, x_TI = getattr(weight, "late_grads", None), None, sources[0]
         if ctx.make is not None and needs_w:
@@ -279,3 +231,21 @@ def linear(
     else:
         y_TO = linear_rows(x_TI, weight, bias, packed, on_triton)
     return y_TO.view(*x.shape[:-1], weight.shape[0])
+
+
+def add_rows_(total: Tensor, index: Tensor, rows: Tensor, *, backend: Backend = "auto") -> None:
+    """total [R, ...] += the rows [G, ...] at `index` [G], in total's dtype and in order: the
+    gradient of an embedding, which is a product with rows of zeros and a one."""
+    on_triton = use_triton(backend, rows)
+    check_tensors(total, "total", on_triton, index=index, rows=rows)
+    check_floating(rows=rows)
+    check_integers(index=index)
+    if index.shape != rows.shape[:1] or rows.shape[1:] != total.shape[1:]:
+        raise ValueError(
+            f"rows: {tuple(rows.shape)} must be one row like total's {tuple(total.shape[1:])} for "
+            f"each of the {len(index)} entries of index"
+        )
+    if on_triton:
+        resolve(_ADD_ROWS)(total, index, rows)
+    else:
+        total.index_add_(0, index, rows.to(total.dtype))

@@ -7,7 +7,8 @@ With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
 
-On a CPU each is one pass of C++ (`cpp/rows.h`, `cpp/rows_gradient.h`), or PyTorch's ops.
+On a CPU each is one pass of C++ (`cpp/rows.h`, `cpp/rows_gradient.h`), on a GPU of Triton
+(`triton/rms_norm.py`), elsewhere PyTorch's ops (`torch/rms_norm.py`, with `rms_norm_ref`).
 """
 
 import torch
@@ -17,95 +18,60 @@ from kernels.backend import (
     Backend,
     check_floating,
     check_tensors,
-    compute_dtype,
+    chosen,
+    resolve,
     use_native,
     use_triton,
 )
 from kernels.cpp import ops as cpp_ops
 
-
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The definition, differentiable by autograd alone."""
-    x32 = x.to(compute_dtype(x.dtype))
-    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * rstd * weight.to(x32.dtype)).to(x.dtype)
+# (y, x + residual, 1 / rms) of (x, residual, weight, eps)
+_FORWARD = {
+    "triton": "kernels.triton.rms_norm:forward",
+    "torch": "kernels.torch.rms_norm:forward",
+}
+# (dx, dweight) of (dy, x + residual, weight, 1 / rms)
+_BACKWARD = {
+    "triton": "kernels.triton.rms_norm:backward",
+    "torch": "kernels.torch.rms_norm:backward",
+}
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, on_triton, is_native):
-        if is_native:
+    def forward(ctx, x, weight, eps, path):
+        if path == "cpp":
             y, rstd = cpp_ops.rms_norm(x, weight, eps)
         else:
-            y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
+            y, _, rstd = resolve(_FORWARD[path])(x, None, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.on_triton, ctx.is_native = on_triton, is_native
+        ctx.path = path
         return y
 
     @staticmethod
     def backward(ctx, dy):
+        run = cpp_ops.rms_norm_gradient if ctx.path == "cpp" else resolve(_BACKWARD[ctx.path])
         x, weight, rstd = ctx.saved_tensors
-        if ctx.is_native:
-            return *cpp_ops.rms_norm_gradient(dy, x, weight, rstd), None, None, None
-        return *_any_backward(dy, x, weight, rstd, ctx.on_triton), None, None, None
+        return *run(dy, x, weight, rstd), None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     """The fused form: one pass reads x and the residual and writes both results."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, on_triton):
-        ctx.on_triton = on_triton
-        if on_triton:
-            from kernels.triton import rms_norm as triton_ops
-
-            y, total, rstd = triton_ops.forward(x, residual, weight, eps)
-        else:
-            y, total, rstd = cpp_ops.add_rms_norm(x, residual, weight, eps)
+    def forward(ctx, x, residual, weight, eps, path):
+        run = cpp_ops.add_rms_norm if path == "cpp" else resolve(_FORWARD[path])
+        y, total, rstd = run(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.path = path
         return y, total
 
     @staticmethod
     def backward(ctx, dy, dtotal):
+        run = cpp_ops.rms_norm_gradient if ctx.path == "cpp" else resolve(_BACKWARD[ctx.path])
         total, weight, rstd = ctx.saved_tensors
-        if ctx.on_triton:
-            from kernels.triton import rms_norm as triton_ops
-
-            dx, dw = triton_ops.backward(dy, total, weight, rstd, dtotal)
-        else:
-            dx, dw = cpp_ops.rms_norm_gradient(dy, total, weight, rstd, dtotal)
+        dx, dw = run(dy, total, weight, rstd, dtotal)
         return dx, dx, dw, None, None
-
-
-def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from kernels.triton import rms_norm as triton_ops
-
-    y, _, rstd = triton_ops.forward(x, None, weight, eps)
-    return y, rstd
-
-
-def _any_backward(dy, x, weight, rstd, on_triton) -> tuple[Tensor, Tensor]:
-    if not on_triton:
-        return _backward(dy, x, weight, rstd)
-    from kernels.triton import rms_norm as triton_ops
-
-    return triton_ops.backward(dy, x, weight, rstd)
-
-
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x32 = x.to(compute_dtype(x.dtype))
-    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * rstd).mul_(weight.to(x32.dtype)).to(x.dtype), rstd
-
-
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    normed = x.to(rstd.dtype) * rstd
-    dy32 = dy.to(rstd.dtype)
-    dw = (dy32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
-    g = dy32 * weight.to(rstd.dtype)
-    c = (g * normed).mean(-1, keepdim=True)
-    dx = g.sub_(normed.mul_(c)).mul_(rstd).to(x.dtype)
-    return dx, dw
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
@@ -116,7 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend =
     is_native = use_native(backend, x, weight)
     if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
         return cpp_ops.rms_norm(x, weight, eps)[0]
-    return _RMSNorm.apply(x, weight, eps, on_triton, is_native)
+    return _RMSNorm.apply(x, weight, eps, chosen(on_triton, is_native))
 
 
 def add_rms_norm(
@@ -134,8 +100,8 @@ def add_rms_norm(
     if is_native and not torch.is_grad_enabled():
         return cpp_ops.add_rms_norm(x, residual, weight, eps)[:2]
     if on_triton or is_native:
-        return _AddRMSNorm.apply(x, residual, weight, eps, on_triton)
-    total = residual + x
+        return _AddRMSNorm.apply(x, residual, weight, eps, chosen(on_triton, is_native))
+    total = residual + x  # PyTorch has no fused form
     return rms_norm(total, weight, eps, backend=backend), total
 
 

@@ -4,6 +4,16 @@
 
 Tables are fp32, `[positions, head_dim / 2]`. The backward pass is the rotation by −angle, so
 nothing of q or k is kept.
+
+`qk_norm_rope` first normalises each head (Qwen3), with r = 1 / sqrt(mean(x²) + eps) and w the
+weight that all heads of q (of k) share:
+
+    n = x·r,   y = R(angle) · (n·w)
+
+On a CPU both are passes of C++ (`cpp/rows.h`), the norm's and the rotation's, rounded to the
+input's dtype between the two; on a GPU one pass of Triton each way, for which q and k are read once
+(`triton/rope.py`, `gpu/qk_norm_rope.py`). Elsewhere PyTorch's ops (`torch/rope.py`, with
+`apply_rope_ref` and `qk_norm_rope_ref`).
 """
 
 import torch
@@ -14,24 +24,15 @@ from kernels.backend import (
     check_floating,
     check_integers,
     check_tensors,
+    resolve,
     use_native,
     use_triton,
 )
 from kernels.cpp import ops as cpp_ops
+from kernels.rms_norm import rms_norm
 
-
-def apply_rope_ref(
-    q_THD: Tensor, k_TKD: Tensor, cos_PD2: Tensor, sin_PD2: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, differentiable by autograd alone."""
-    cos = torch.cat([cos_PD2[positions_T]] * 2, -1).unsqueeze(1)
-    sin = torch.cat([sin_PD2[positions_T]] * 2, -1).unsqueeze(1)
-
-    def rotate(x: Tensor) -> Tensor:
-        x1, x2 = x.to(cos.dtype).chunk(2, -1)
-        return (torch.cat([x1, x2], -1) * cos + torch.cat([-x2, x1], -1) * sin).to(x.dtype)
-
-    return rotate(q_THD), rotate(k_TKD)
+_ROTATE = {"triton": "kernels.triton.rope:rotate", "torch": "kernels.torch.rope:rotate"}
+_NORM_ROPE = "kernels.gpu.qk_norm_rope:QKNormRope"
 
 
 class _Rope(torch.autograd.Function):
@@ -58,10 +59,8 @@ def _rotate_both(
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(backend, q, has_cpp=True):
-        from kernels.triton import rope as triton_ops
-
-        return triton_ops.rotate(q, k, cos, sin, positions, sign)
-    if positions is not None:
+        return resolve(_ROTATE["triton"])(q, k, cos, sin, positions, sign)
+    if positions is not None:  # Triton reads the tables' rows where they are
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     sin = sin if sign > 0 else sin.neg()
     refusal = None
@@ -69,22 +68,7 @@ def _rotate_both(
         refusal = f"cos, sin: dtypes {cos.dtype}, {sin.dtype} must be float32"
     if use_native(backend, q, k, refusal=refusal):
         return cpp_ops.rope(q, k, cos, sin)
-    cos_T, sin_T = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, -1)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y1, y2 = y.chunk(2, -1)
-    if x.dtype == cos.dtype:
-        torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
-        torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
-        return y
-    x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
-    y1.copy_((x1 * cos).addcmul_(x2, sin, value=-1))
-    y2.copy_((x2 * cos).addcmul_(x1, sin))
-    return y
+    return resolve(_ROTATE["torch"])(q, k, cos, sin)
 
 
 def apply_rope(
@@ -104,6 +88,42 @@ def apply_rope(
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
         return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, backend)
     return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, backend)
+
+
+def qk_norm_rope(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    cos_PD2: Tensor,
+    sin_PD2: Tensor,
+    positions_T: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Normalised and rotated (q, k). Without positions the tables hold one row a token."""
+    check_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
+    for name, weight in (("q_weight", q_weight_D), ("k_weight", k_weight_D)):
+        if weight.shape != q_THD.shape[-1:]:
+            raise ValueError(
+                f"{name}: shape {tuple(weight.shape)} must be head_dim {tuple(q_THD.shape[-1:])}"
+            )
+    if not eps > 0:
+        raise ValueError(f"eps={eps}: must be positive")
+    on_triton = use_triton(backend, q_THD, has_cpp=True)
+    check_floating(q_weight=q_weight_D, k_weight=k_weight_D)
+    check_tensors(
+        q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T,
+        q_weight=q_weight_D, k_weight=k_weight_D,
+    )  # fmt: skip
+    if not on_triton:
+        q_THD = rms_norm(q_THD, q_weight_D, eps, backend=backend)
+        k_TKD = rms_norm(k_TKD, k_weight_D, eps, backend=backend)
+        return apply_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, backend=backend)
+    return resolve(_NORM_ROPE).apply(
+        q_THD, k_TKD, q_weight_D, k_weight_D, cos_PD2, sin_PD2, positions_T, eps
+    )
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.transfer import to_device, to_host
+from kernels.memory import to_device, to_host
 from nanoengine.prefix_tree import added_rows, cut, depth_first, lay_out
 
 

@@ -10,21 +10,21 @@ Next: model_runner.py (who calls this), kernels/paged_attention.py (the attentio
 """
 
 from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
-from torch import Tensor
-
-from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
-from kernels.attention_torch import Scratch
+from kernels import make_kv_cache
+from kernels import make_paged_plan
 from kernels.cpp.ops import QueryTiles
-from kernels.kv_cache import cache_rows, index_dtype, keys_in_runs
-from kernels.paged_attention import PagedPlan
+from kernels.kv_cache import PagedPlan
+from kernels.kv_cache import cache_rows
+from kernels.kv_cache import index_dtype
+from kernels.kv_cache import keys_in_runs
+from kernels.memory import Scratch
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
-
+from torch import Tensor
+import kernels
+import torch
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
@@ -197,8 +197,8 @@ class PagedContext:
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
         slots, rows = self._slots_T, self._rows
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
-        return paged_attention(
+        kernels.reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
+        return kernels.paged_attention(
             q_THD,
             k_cache,
             v_cache,

@@ -13,20 +13,18 @@ Left out: beam search; GPUs, whose sampler is gpu/device_sampler.py.
 """
 
 from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
+from kernels.backend import use_native
+from kernels.cpp import logits_ops
+from kernels.cpp import ops as cpp_ops
+from kernels.logits.sampling import kept_tokens
+from torch import Tensor
 from typing import NamedTuple
-
+import kernels
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from kernels import logits_logprob
-from kernels.backend import use_native
-from kernels.cpp import ops as cpp_ops
-from kernels.linear_logprob import softmax_parts
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
 _CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache

@@ -144,7 +144,27 @@ class Module:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     bound[alias.asname or alias.name].append(Name(node.module, alias.name))
+        for name, place in self._lazy.items():
+            module, _, inside = place.partition(":")
+            bound[name].append(Name(module, inside))
         return bound
+
+    @property
+    def _lazy(self) -> dict[str, str]:
+        """Names that a door hands on when they are first asked for, by a dict of "module:name"
+        that its `__getattr__` reads."""
+        found: dict[str, str] = {}
+        if self.path.name == "__init__.py" and "__getattr__" in self.definitions:
+            for statement in self.tree.body:
+                if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+                    pairs = zip(statement.value.keys, statement.value.values, strict=True)
+                    texts = [
+                        (key.value, value.value)
+                        for key, value in pairs
+                        if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
+                    ]
+                    found |= {key: place for key, place in texts if ":" in str(place)}
+        return found
 
 
 class House:
@@ -435,12 +455,25 @@ class House:
         for user, target in self.references:
             if user.package == target.package == package:
                 edges[user].append(target)
+        for user, target in self._paths(package):
+            edges[user].append(target)
         while waiting:
             name = waiting.pop()
             if name not in reached:
                 reached.add(name)
                 waiting += edges[name]
         return sorted(self.ops(package) - reached)
+
+    def _paths(self, package: str) -> Iterator[Reference]:
+        """What a table of "module:name" reaches, doors apart: a name on a door is no call."""
+        for module in self.of(package):
+            for name, statement in module.definitions.items():
+                for node in ast.walk(statement) if not module.is_door else ():
+                    if isinstance(node, ast.Constant) and ":" in str(node.value):
+                        place, _, inside = str(node.value).partition(":")
+                        target = self.resolve(Name(place, inside))
+                        if target is not None:
+                            yield Reference(Name(module.name, name), target)
 
     def functions(self, package: str) -> list[Sized]:
         """All functions and methods of a package, nested ones included."""

@@ -1,20 +1,18 @@
 """Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
 kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
+from collections.abc import Iterator
+from kernels.cpp import ops as cpp_ops
+from nanoengine.formats.sources import SMOLLM2
+from nanoengine.formats.sources import cached_folder
+from pathlib import Path
+from pool import WorkerPool
 import os
+import pytest
 import random
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 import torch
-from pool import WorkerPool
-
-from kernels.cpp import build as cpp_build
-from nanoengine.formats.sources import SMOLLM2, cached_folder
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -98,14 +96,14 @@ def room_on_the_gpu() -> Iterator[None]:
 @pytest.fixture
 def native() -> None:
     """A test of the C++ kernels."""
-    if cpp_build.library() is None:
+    if cpp_ops.library() is None:
         pytest.skip("the C++ kernels are not available")
 
 
 @pytest.fixture
 def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a C++ compiler."""
-    monkeypatch.setattr(cpp_build, "library", lambda: None)
+    monkeypatch.setattr(cpp_ops, "library", lambda: None)
 
 
 @pytest.fixture(params=["native", "no_native"], ids=["cpp", "torch"])

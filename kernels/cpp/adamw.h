@@ -11,7 +11,7 @@
 
 // An fp32 master is its rounding to bf16 and what that leaves of its bits, a number from -2^15 to
 // 2^15 - 1. One master that lies half way above an even bf16 would need 2^15: it is moved down by one
-// unit in its last place (kernels/split_master.py says why).
+// unit in its last place (kernels/torch/split_master.py says why).
 struct Remainder {
   int16_t bits;
 };

@@ -6,12 +6,12 @@ own. A kept file ends in a checksum of the rest: one that was cut short or overw
 again, since to load it could kill the process. Where the folder cannot be written, each process
 compiles for itself. Where there is no compiler the ops fall back on PyTorch: slower, the same
 results up to rounding, and as exact between the engines, since both then take that path.
+`ops.py` calls them.
 
-Left out: Windows, half precision and fp64 (PyTorch's path).
+Left out: Windows.
 """
 
 import ctypes
-import functools
 import hashlib
 import os
 import platform
@@ -19,12 +19,11 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+
+from kernels.cpp.ops import NATIVE_DTYPES, Kernels
 
 CACHE = Path("~/.cache/nanorl/kernels")
 SOURCES = Path(__file__).parent
@@ -33,43 +32,23 @@ OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off")
 _FLAGS = (*OPTIONS, "-fPIC", "-shared")
 # The first that the compiler takes: clang on ARM knew -mcpu alone for long.
 _VARIANTS = (("-march=native", "-pthread"), ("-mcpu=native", "-pthread"))
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
-NATIVE_DTYPES = tuple(_SUFFIX)
+_SUFFIX = dict(zip(NATIVE_DTYPES, ("f32", "bf16"), strict=True))
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
 # the kernels that return one
 _COUNTS = ("panel", "int8_word", "run_keys", "run_word", "decode_scratch")
 
 
-def has_native(*tensors: Tensor) -> bool:
-    """True if there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
-    dtype = tensors[0].dtype
-    if dtype not in _SUFFIX:
-        return False
-    for x in tensors:
-        if x.dtype != dtype or not x.is_cpu:
-            return False
-    return library() is not None
-
-
-def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """The kernel of that name for tensors of that dtype. Only where `has_native` said yes."""
-    found = library()
-    assert found is not None, "has_native was asked before"
-    return found[name, dtype]
-
-
-@functools.cache
-def library() -> Kernels | None:
-    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
+def open_kernels() -> Kernels | None:
+    """The kernels, compiled where they are not kept yet; None, with a warning, where they cannot be
+    compiled or loaded. `ops.library` asks once a process."""
     try:
         return _open()
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"kernels: the C++ kernels are not available ({_reason(error)}); PyTorch's take their "
             "place, which decodes at about half the speed",
-            stacklevel=3,
+            stacklevel=4,
         )
         return None
 
@@ -116,7 +95,7 @@ def _keep(built: Path, folder: Path) -> Path:
     except OSError as error:
         warnings.warn(
             f"kernels: {folder} cannot keep the C++ kernels ({error}); every process compiles them",
-            stacklevel=5,
+            stacklevel=6,
         )
         return built
     return folder / built.name

@@ -11,14 +11,21 @@ tensor parallelism, fp8 caches, GPUs (a CUDA graph does there what this does her
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.cpp.build import function, has_native
-from kernels.cpp.ops import LowRankTable, QueryTiles, cache_strides, has_key_runs
+from kernels.cpp.ops import QueryTiles, cache_strides, function, has_key_runs, has_native
 from kernels.kv_cache import head_rows
 from kernels.linear import is_native
+
+
+class HasAddress(Protocol):
+    """What C++ reads by its address: a tensor, or a table such as `LowRankTable`, which holds the
+    tensors it points to."""
+
+    def data_ptr(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class DecoderMatrix:
     panels: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
-    change: LowRankTable | None = None
+    change: HasAddress | None = None
 
 
 @dataclass(frozen=True)

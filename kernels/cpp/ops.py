@@ -1,21 +1,52 @@
-"""The C++ kernels on tensors: allocate, pass addresses and strides. `cpp/*.cpp` says what they
-compute; the callers have checked shapes. All tensors of a call share one dtype, fp32 or bf16,
+"""The C++ kernels on tensors: find one, allocate, pass addresses and strides. `cpp/*.h` says what
+they compute; the callers have checked shapes. All tensors of a call share one dtype, fp32 or bf16,
 unless named otherwise.
+
+`build.py` compiles them when the first is asked for. Left out: what a dense model does not call, in
+`int8_ops.py`, `low_rank_ops.py`, `logits_ops.py`; half precision and fp64, which are PyTorch's.
 
 Legend: T tokens, H query heads, K key heads, D head_dim, R rows, V vocabulary.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import functools
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpp.build import function
+Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_BUILD = "kernels.cpp.build:open_kernels"
+
+
+def has_native(*tensors: Tensor) -> bool:
+    """True if there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
+    dtype = tensors[0].dtype
+    if dtype not in NATIVE_DTYPES:
+        return False
+    for x in tensors:
+        if x.dtype != dtype or not x.is_cpu:
+            return False
+    return library() is not None
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """The kernel of that name for tensors of that dtype. Only where `has_native` said yes."""
+    found = library()
+    assert found is not None, "has_native was asked before"
+    return found[name, dtype]
+
+
+@functools.cache
+def library() -> Kernels | None:
+    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
+    return pkgutil.resolve_name(_BUILD)()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -178,106 +209,6 @@ def _multiply(
     return y
 
 
-def pack_int8(weight_OI: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """int8 values in the order in which `linear_int8` reads them for inputs of `dtype`; in the
-    memory of `out`, an earlier copy, where that has the shape."""
-    weight = weight_OI.contiguous()
-    num_out, num_in = weight.shape
-    shape = _int8_shape(num_out, num_in, dtype)
-    is_fitting = out is not None and out.shape == shape
-    packed = out if out is not None and is_fitting else torch.empty(shape, dtype=torch.int8)
-    function("pack_int8", dtype)(
-        packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
-    )
-    return packed
-
-
-def unpack_int8(packed: Tensor, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    """The values [out, in] that `pack_int8` was given."""
-    weight = torch.empty((num_out, num_in), dtype=torch.int8)
-    function("unpack_int8", dtype)(
-        weight.data_ptr(), packed.data_ptr(), num_in, num_out, torch.get_num_threads()
-    )
-    return weight
-
-
-def transpose_int8(packed: Tensor, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    """`pack_int8` of the transposed weight."""
-    columns = torch.empty(_int8_shape(num_in, num_out, dtype), dtype=torch.int8)
-    function("transpose_int8", dtype)(
-        columns.data_ptr(), packed.data_ptr(), num_in, num_out, torch.get_num_threads()
-    )
-    return columns
-
-
-def _int8_shape(num_out: int, num_in: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    panel, per_word = function("panel", dtype)(), function("int8_word", dtype)()
-    return -(-num_out // panel), -(-num_in // per_word), panel * per_word
-
-
-def linear_int8(
-    x_TI: Tensor, packed: Tensor, scale_O: Tensor | None, bias_O: Tensor | None, num_out: int
-) -> Tensor:
-    """(x · valuesᵀ) · scale + bias from `pack_int8(values)`; the scale of each output is fp32."""
-    expected = _int8_shape(num_out, x_TI.shape[1], x_TI.dtype)
-    if packed.shape != expected or packed.dtype != torch.int8:
-        raise ValueError(
-            f"packed: {packed.dtype} {tuple(packed.shape)} is not int8 values [{num_out}, "
-            f"{x_TI.shape[1]}] packed for {x_TI.dtype}"
-        )
-    if x_TI.shape[1] % function("int8_word", x_TI.dtype)():  # the kernel reads whole words
-        x_TI = F.pad(x_TI, (0, 1))
-    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    num_rows, num_in = x.shape
-    y = torch.empty((num_rows, num_out), dtype=x.dtype)
-    scale, bias = (None if one is None else one.contiguous() for one in (scale_O, bias_O))
-    function("linear_int8", x.dtype)(
-        y.data_ptr(), x.data_ptr(), packed.data_ptr(), None if scale is None else scale.data_ptr(),
-        None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
-class _LowRankPart(ctypes.Structure):
-    _fields_ = [
-        ("high", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("begin", "width", "rank")),
-    ]
-
-
-class _LowRank(ctypes.Structure):
-    _fields_ = [
-        ("low", ctypes.c_void_p), ("rank", ctypes.c_int64),
-        ("parts", ctypes.POINTER(_LowRankPart)), ("num_parts", ctypes.c_int64),
-    ]  # fmt: skip
-
-
-class LowRankTable:
-    """A low-rank change of a matrix as C++ reads it, and the tensors that it points to."""
-
-    def __init__(
-        self, low: Tensor, rank: int, parts: Sequence[tuple[Tensor, int, int, int]]
-    ) -> None:
-        """`pack`ed fp32: low [rank, in], and for each part (high [width, its rank], the matrix's
-        output it begins at, width, its rank)."""
-        found = (_LowRankPart * len(parts))(*(_LowRankPart(x.data_ptr(), *s) for x, *s in parts))
-        self._held = low, parts, found
-        self._struct = _LowRank(low.data_ptr(), rank, found, len(parts))
-
-    def data_ptr(self) -> int:
-        return ctypes.addressof(self._struct)
-
-
-def add_low_rank_(y_TO: Tensor, x_TI: Tensor, table: LowRankTable) -> None:
-    """y += the change's product with x, in place; y is in one piece."""
-    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    function("add_low_rank", x.dtype)(
-        y_TO.data_ptr(), x.data_ptr(), table.data_ptr(), *x.shape, y_TO.shape[1], x.stride(0),
-        torch.get_num_threads(),
-    )  # fmt: skip
-
-
 def pack_columns(weight_OI: Tensor) -> Tensor:
     """A copy over which `linear` multiplies by the weight from the other side, x [T, O] · weight
     (`num_out` is I): what gives the gradient of the input from that of the output."""
@@ -304,7 +235,7 @@ def score(
     logits_RV: Tensor, ids_R: Tensor, temperature: float, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 (log-prob of each row's id, log-sum-exp, entropy or nothing) of logits / temperature."""
-    logits, ids = _dense_last(logits_RV), ids_R.contiguous()
+    logits, ids = dense_last(logits_RV), ids_R.contiguous()
     num_rows, vocab = logits.shape
     logp, lse = (torch.empty(num_rows, dtype=torch.float32) for _ in range(2))
     entropy = torch.empty(num_rows if wants_entropy else 0, dtype=torch.float32)
@@ -341,7 +272,7 @@ def differentiate_scores_(
 def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Tensor, Tensor]:
     """(token, its log-prob under softmax(logits / temperature)): where u (fp64 in [0, 1)) falls
     into the cumulative distribution, or without u the likeliest."""
-    logits = _dense_last(logits_RV)
+    logits = dense_last(logits_RV)
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     logp = torch.empty(num_rows, dtype=torch.float32)
@@ -354,47 +285,6 @@ def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Ten
     return tokens, logp
 
 
-def pick_kept(
-    logits_RV: Tensor,
-    temperature: float,
-    u_R: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    min_ps: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`pick` among the tokens that top-k (int64, 0: off), top-p and min-p (fp64; 1, 0: off) of each
-    row keep: (token, its log-prob over the whole row, its log-prob among the kept)."""
-    logits = _dense_last(logits_RV)
-    num_rows, vocab = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64)
-    logp, kept_logp = (torch.empty(num_rows, dtype=torch.float32) for _ in range(2))
-    given = [x.contiguous() for x in (top_ks, top_ps, min_ps, u_R)]
-    function("pick_kept", logits.dtype)(
-        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature,
-        *(x.data_ptr() for x in given), tokens.data_ptr(), logp.data_ptr(), kept_logp.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return tokens, logp, kept_logp
-
-
-def likeliest(
-    logits_RV: Tensor, temperature: float, counts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The `counts[r]` likeliest tokens of row r, most likely first and of equals the smaller id,
-    and their log-probs: [R, largest count], the first entries of each row."""
-    logits = _dense_last(logits_RV)
-    num_rows, vocab = logits.shape
-    counts_R = torch.tensor(counts, dtype=torch.int64).clamp_(max=vocab)
-    width = int(counts_R.max())
-    ids = torch.zeros(num_rows, width, dtype=torch.int64)
-    logp = torch.zeros(num_rows, width, dtype=torch.float32)
-    function("likeliest", logits.dtype)(
-        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature, counts_R.data_ptr(),
-        width, ids.data_ptr(), logp.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return ids, logp
-
-
 def dense_rows(x_THD: Tensor) -> Tensor:
     """The same, with the heads of a token one after the other; tokens may lie apart."""
     if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]:
@@ -402,7 +292,7 @@ def dense_rows(x_THD: Tensor) -> Tensor:
     return x_THD.contiguous()
 
 
-def _dense_last(x_RV: Tensor) -> Tensor:
+def dense_last(x_RV: Tensor) -> Tensor:
     return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
 
 

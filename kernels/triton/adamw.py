@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tensor_table import CHUNK, TensorTable
+from kernels.gpu.tensor_table import CHUNK, TensorTable
 from kernels.triton.launch import launch
 
 _BLOCK = 1024

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
+from kernels.moe.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
 from kernels.triton.moe_routing import cut_tiles
@@ -36,7 +36,7 @@ LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """The runs of rows and their cut into tiles of `rows_a_tile` (kernels/moe_routing.py)."""
+    """The runs of rows and their cut into tiles of `rows_a_tile` (kernels/moe/moe_routing.py)."""
 
     offsets: Tensor
     experts: Tensor

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.grouped_gemm import ExpertMatrices
-from kernels.moe_routing import moe_align
+from kernels.moe.grouped_gemm import ExpertMatrices
+from kernels.moe.moe_routing import moe_align
 from kernels.triton.grouped_gemm import (
     ALPHA,
     LIMIT,

@@ -18,7 +18,7 @@ The price is a frozen copy of the adapted matrices beside their effective form, 
 model moves only where the change is at least half a step of bf16. A merged adapter of any trainer
 has that limit; here training sees it too, since its log-probs are those of the rounded weights.
 
-**An int8 base** (`load_model(folder, dtype, is_int8=True)`; kernels/int8.py) takes a byte a weight
+**An int8 base** (`load_model(folder, dtype, is_int8=True)`; int8.py) takes a byte a weight
 and nothing beside it, but its coarse steps would swallow the change. There the adapter is added, as
 (x·Aᵀ)·(scale·B)ᵀ in fp32 (low_rank.py), and the rollout engine runs the trainer's own model:
 the same lines, hence again the same bits. Embedding, norms and output head keep their dtype.
@@ -42,32 +42,30 @@ Next: lora_engine.py; adapters/lora.py for folders.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-import torch
-from torch import Tensor, nn
-
-from kernels.cpp.ops import LowRankTable
-from kernels.linear import accumulate_weight_grad, matmul_rows
-from nanoengine.adapters.lora import (
-    Adapter,
-    LowRank,
-    adapter_of,
-    choose_targets,
-    write_adapter,
-)
+from kernels.cpp.low_rank_ops import LowRankTable
+from kernels.linear import matmul_rows
+from kernels.torch.linear import accumulate_weight_grad
+from nanoengine.adapters.lora import Adapter
+from nanoengine.adapters.lora import LowRank
+from nanoengine.adapters.lora import adapter_of
+from nanoengine.adapters.lora import choose_targets
+from nanoengine.adapters.lora import write_adapter
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.low_rank import AddedChange
 from nanoengine.architectures.quantized import Int8Linear
-from nanoengine.formats.matrices import MatrixRows, adaptable
+from nanoengine.formats.matrices import MatrixRows
+from nanoengine.formats.matrices import adaptable
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
-
+from pathlib import Path
+from torch import Tensor
+from torch import nn
+import math
+import torch
 
 class LoraBase:
     """A model whose weights are frozen, and which of its adapters they are merged with now.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
+from kernels.moe.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.checksum import all_finite
+from kernels.memory import all_finite
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))

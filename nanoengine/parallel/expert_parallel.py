@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.moe import sum_of_choices
+from kernels.moe.fused_moe import sum_of_choices
 from nanoengine.model.config import ModelConfig
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh

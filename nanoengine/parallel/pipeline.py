@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.linear import finish_weight_grads
+from kernels.torch.linear import finish_weight_grads
 from nanoengine.parallel.mesh import Handle, Mesh
 from nanoengine.parallel.schedules import Action, Schedule
 from nanoengine.parallel.stage import Stage

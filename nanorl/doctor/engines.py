@@ -63,11 +63,11 @@ def _kernels() -> dict[str, Any]:
     """Whether the C++ kernels are there, why not, and the path of a product in each dtype."""
     import torch
 
-    from kernels.cpp import build
+    from kernels.cpp import ops
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        has_kernels = build.library() is not None
+        has_kernels = ops.library() is not None
     problem = str(caught[0].message) if caught else ""
     return {
         "cpp_kernels": has_kernels,
@@ -81,8 +81,8 @@ def product_path(dtype: Any) -> str:
     """What multiplies a weight of this torch dtype on the CPU, in words."""
     import torch
 
-    from kernels import onednn
     from kernels.linear import is_native, is_packable
+    from kernels.torch import onednn
 
     weight = torch.zeros(1, 1, dtype=dtype)
     if is_native(weight):

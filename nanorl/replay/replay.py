@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.host_memory import reuse_large_buffers
+from kernels.memory import reuse_large_buffers
 from nanorl.agents.context import Generator
 from nanorl.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from kernels.checksum import copy_with_checksums
+from kernels.transport.checksum import copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.plan.footprint import num_params
 from nanoengine.tensor_file import dtype_name

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.transport.checksum import checksum
 from nanoengine.engine import Engine
 from nanoengine.formats.hf import read_state, write_folder
 from nanoengine.parallel.layout import WORLD

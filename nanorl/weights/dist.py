@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.transport.checksum import checksum
 from nanoengine.engine import Engine
 from nanoengine.parallel.layout import WORLD, Layout
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore

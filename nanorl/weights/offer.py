@@ -1,7 +1,7 @@
 """What a publisher hands to a replica: an offer, and the checks that stand before its acceptance.
 
 An offer names a policy version and lists its tensors by their Hugging Face names, with shapes,
-dtypes and checksums (kernels/checksum.py). How the bytes are reached is the transport's own; the
+dtypes and checksums (transport/checksum.py). How the bytes are reached is the transport's own; the
 offers of shm.py, cuda_ipc.py, dist.py and disk.py add what it takes.
 
 `receive` hands out tensors that are verified. Whoever loads takes all of them before it writes the
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksums_and_finite
+from kernels.transport.checksum import checksums_and_finite
 from nanoengine.engine import Engine
 from nanoengine.tensor_file import dtype_name
 

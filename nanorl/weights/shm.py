@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksums, copy_with_checksums
+from kernels.transport.checksum import checksums, copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh

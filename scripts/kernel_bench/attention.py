@@ -24,8 +24,7 @@ from kernels import (
     reshape_and_cache,
     tree_attention,
 )
-from kernels.kv_cache import keys_in_runs, make_kv_cache
-from kernels.paged_attention import PagedPlan
+from kernels.kv_cache import PagedPlan, keys_in_runs, make_kv_cache
 
 BLOCK = 16
 FLEX_MODEL, FLEX_LENGTH = "qwen3-4b", 8192  # once: compiling takes its time

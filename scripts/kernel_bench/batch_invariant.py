@@ -7,7 +7,7 @@ import torch
 from kernel_bench.case import BenchCase, Step, compiled
 
 from kernels import linear, log_softmax_batch_invariant
-from kernels.batch_invariant import log_softmax_batch_invariant_ref
+from kernels.logits.batch_invariant import log_softmax_batch_invariant_ref
 
 SHAPES = {"qwen3-0.6b": (1024, 6144), "qwen3-4b": (2560, 19456), "llama-3-8b": (4096, 28672)}
 

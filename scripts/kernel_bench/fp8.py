@@ -6,7 +6,7 @@ import torch
 from kernel_bench.case import BenchCase, Step, compiled
 
 from kernels import fp8_linear, quantize_fp8
-from kernels.fp8 import quantize_fp8_ref
+from kernels.quantized.fp8 import quantize_fp8_ref
 
 SHAPES = {"llama-3-8b": (4096, 28672), "qwen3-4b": (2560, 19456)}  # the gate-and-up matmul
 

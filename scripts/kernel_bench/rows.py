@@ -20,11 +20,10 @@ from kernels import (
     rms_norm,
     swiglu,
 )
-from kernels.gather_rows import gather_rows_ref
-from kernels.qk_norm_rope import qk_norm_rope_ref
-from kernels.rms_norm import rms_norm_ref
-from kernels.rope import apply_rope_ref
-from kernels.swiglu import swiglu_ref
+from kernels.gpu.gather_rows import gather_rows_ref
+from kernels.torch.rms_norm import rms_norm_ref
+from kernels.torch.rope import apply_rope_ref, qk_norm_rope_ref
+from kernels.torch.swiglu import swiglu_ref
 
 WIDTHS = {"qwen3-0.6b": (1024, 3072), "qwen3-4b": (2560, 9728), "llama-3-8b": (4096, 14336)}
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-4b": (32, 8, 128), "llama-3-8b": (32, 8, 128)}

@@ -7,7 +7,7 @@ from kernel_bench.case import BenchCase
 from torch import Tensor
 
 from kernels import apply_penalties_, apply_token_bitmask_, sample
-from kernels.sampling import apply_penalties_ref, apply_token_bitmask_ref
+from kernels.logits.sampling import apply_penalties_ref, apply_token_bitmask_ref
 
 KINDS = {"plain": (0, 1.0), "top_k": (50, 1.0), "top_p": (0, 0.9), "top_k-top_p": (50, 0.9)}
 

@@ -13,9 +13,9 @@ from kernels import (
     paged_attention,
     reshape_and_cache,
 )
-from kernels.attention import flash_attn_varlen_ref
-from kernels.kv_cache import reshape_and_cache_ref
-from kernels.paged_attention import paged_attention_ref
+from kernels.torch.attention import flash_attn_varlen_ref
+from kernels.torch.kv_cache import reshape_and_cache_ref
+from kernels.torch.paged_attention import paged_attention_ref
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

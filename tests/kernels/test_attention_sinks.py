@@ -18,8 +18,8 @@ from kernels import (
     paged_attention_decode,
     tree_attention,
 )
-from kernels.attention import flash_attn_varlen_ref
-from kernels.paged_attention import paged_attention_ref
+from kernels.torch.attention import flash_attn_varlen_ref
+from kernels.torch.paged_attention import paged_attention_ref
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

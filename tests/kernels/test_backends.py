@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.cpp import build
+from kernels.cpp import ops
 
 T, H, K, D = 5, 4, 2, 16
 
@@ -83,7 +83,7 @@ OPS = [
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the C++ functions that are called."""
-    names, function = [], build.function
+    names, function = [], ops.function
     monkeypatch.setattr(
         "kernels.cpp.ops.function", lambda name, dtype: names.append(name) or function(name, dtype)
     )

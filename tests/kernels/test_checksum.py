@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checksum import (
-    all_finite,
+from kernels.memory import all_finite
+from kernels.transport.checksum import (
     checksum,
     checksums,
     checksums_and_finite,

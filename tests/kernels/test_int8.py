@@ -6,7 +6,7 @@ import torch
 from native_cases import DTYPES, HALF_ULP, threads
 
 from kernels import int8_linear, pack_int8
-from kernels.int8 import quantize_int8
+from kernels.quantized.int8 import quantize_int8
 
 SIZES = [(1, 1), (2, 48), (3, 49), (16, 47), (33, 97), (64, 96), (145, 255), (576, 130)]
 ROWS = [0, 1, 2, 3, 7, 8, 9, 31, 64, 65, 130]

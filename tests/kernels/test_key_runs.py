@@ -15,7 +15,8 @@ from kernels import (
     reshape_and_cache,
 )
 from kernels.cpp.ops import run_shape
-from kernels.kv_cache import cache_rows, key_rows, keys_in_runs
+from kernels.kv_cache import cache_rows, keys_in_runs
+from kernels.torch.kv_cache import key_rows
 from nanoengine.model.config import ModelConfig
 from nanoinfer.kv_cache import CacheLayout, KVCache
 
@@ -120,8 +121,8 @@ def test_triton_refuses_keys_in_runs(monkeypatch):
     """It would read them as rows."""
     keys = keys_in_runs(make_kv_cache((3, 32, 2, 8), torch.float32, "cpu"))
     values = make_kv_cache((3, 32, 2, 8), torch.float32, "cpu")
-    for module in ("kv_cache", "paged_attention"):
-        found = import_module(f"kernels.{module}")  # the package has functions of these names
+    for module in ("paged.reshape_and_cache", "paged.paged_attention", "gpu.paged_attention"):
+        found = import_module(f"kernels.{module}")
         monkeypatch.setattr(found, "use_triton", lambda *_, **__: True)
     q, table, lens = torch.zeros(1, 2, 8), torch.tensor([[0]]), torch.tensor([1])
     with pytest.raises(ValueError, match="cache: keys in runs have no rows"):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import linear, onednn, pack_weight
+from kernels import linear, pack_weight
+from kernels.torch import onednn
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

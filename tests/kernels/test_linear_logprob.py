@@ -5,7 +5,8 @@ import torch
 from largest_tensor import LargestTensor
 
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
-from kernels.linear_logprob import _ChunkLogits, linear_logprob_ref
+from kernels.linear_logprob import ChunkLogits
+from kernels.torch.linear_logprob import linear_logprob_ref
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -149,13 +150,13 @@ class ProductsCounter:
     """How many chunks of logits the head multiplied."""
 
     def __init__(self, monkeypatch):
-        self.count, real = 0, _ChunkLogits.multiply
+        self.count, real = 0, ChunkLogits.multiply
 
         def multiply(chunks, hidden_CD):
             self.count += 1
             return real(chunks, hidden_CD)
 
-        monkeypatch.setattr(_ChunkLogits, "multiply", multiply)
+        monkeypatch.setattr(ChunkLogits, "multiply", multiply)
 
 
 def gradients_of(slope, expected, dtype, *, has_main_grad=False, is_frozen=False, seed_grad=0.0):

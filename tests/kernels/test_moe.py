@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels import fused_moe, grouped_gemm, moe_align, pack_weight, topk_softmax
-from kernels.grouped_gemm import grouped_gemm_ref
-from kernels.moe import fused_moe_ref
-from kernels.moe_routing import topk_softmax_ref
+from kernels.moe.fused_moe import fused_moe_ref
+from kernels.moe.grouped_gemm import grouped_gemm_ref
+from kernels.moe.moe_routing import topk_softmax_ref
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

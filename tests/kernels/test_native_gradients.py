@@ -17,12 +17,11 @@ from kernels import (
     swiglu,
     tree_attention,
 )
-from kernels.attention import flash_attn_varlen_ref
-from kernels.linear_logprob import linear_logprob_ref
-from kernels.qk_norm_rope import qk_norm_rope_ref
-from kernels.rms_norm import rms_norm_ref
-from kernels.rope import apply_rope_ref
-from kernels.swiglu import swiglu_ref
+from kernels.torch.attention import flash_attn_varlen_ref
+from kernels.torch.linear_logprob import linear_logprob_ref
+from kernels.torch.rms_norm import rms_norm_ref
+from kernels.torch.rope import apply_rope_ref, qk_norm_rope_ref
+from kernels.torch.swiglu import swiglu_ref
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -14,6 +14,7 @@ import torch
 
 from kernels import linear, logits_logprob, rms_norm, swiglu
 from kernels.cpp import build as cpp_build
+from kernels.cpp import ops as cpp_ops
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
@@ -21,8 +22,9 @@ import sys, warnings
 from pathlib import Path
 warnings.simplefilter("error")
 from kernels.cpp import build as cpp_build
+from kernels.cpp import ops as cpp_ops
 cpp_build.CACHE = Path(sys.argv[1])
-assert cpp_build.library() is not None
+assert cpp_ops.library() is not None
 """
 
 
@@ -35,8 +37,8 @@ def script(path, *lines):
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As in a new process, with an empty cache and no compiler but those in tmp_path/bin."""
-    opened = cpp_build.library.__wrapped__
-    monkeypatch.setattr(cpp_build, "library", functools.cache(opened))
+    opened = cpp_ops.library.__wrapped__
+    monkeypatch.setattr(cpp_ops, "library", functools.cache(opened))
     monkeypatch.setattr(cpp_build, "CACHE", tmp_path / "home" / "cache")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
@@ -83,7 +85,7 @@ def assert_falls_back(expected, message):
         ours = [*results(), *results()]
     assert [str(w.message) for w in caught if message in str(w.message)]
     assert len([w for w in caught if "C++ kernels are not available" in str(w.message)]) == 1
-    assert cpp_build.library() is None
+    assert cpp_ops.library() is None
     for a, b in zip(ours, (*expected, *expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -101,22 +103,22 @@ def test_a_compiler_that_fails_is_named_with_its_first_error(native, request):
     script(folder / "bin/g++", complaint, "exit 1")
     assert_falls_back(expected, f"({folder}/bin/g++: x.cpp:3: error: no such)")
     (folder / "bin/g++").write_bytes(b"\x7fELF no program")
-    cpp_build.library.cache_clear()
+    cpp_ops.library.cache_clear()
     assert_falls_back(expected, "not available")
     script(folder / "bin/g++", "/bin/kill -9 $$")
-    cpp_build.library.cache_clear()
+    cpp_ops.library.cache_clear()
     assert_falls_back(expected, "not available")
 
 
 def test_a_library_is_compiled_once_and_kept(compiler, fresh):
-    assert cpp_build.library() is not None and compiler() == 1
+    assert cpp_ops.library() is not None and compiler() == 1
     assert again() and compiler() == 1
     assert [path.suffix for path in kept(fresh)] == [".so"]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "unsealed"])
 def test_a_damaged_library_is_compiled_again(compiler, fresh, damage):
-    assert cpp_build.library() is not None
+    assert cpp_ops.library() is not None
     (path,) = kept(fresh)
     data = whole = path.read_bytes()
     if damage == "flipped":
@@ -131,7 +133,7 @@ def test_a_damaged_library_is_compiled_again(compiler, fresh, damage):
 def test_a_cache_that_cannot_be_written_does_not_cost_the_kernels(compiler, fresh):
     (fresh / "home").write_text("a file, where the folder should be")
     with pytest.warns(UserWarning, match=r"cannot keep the C\+\+ kernels .*every process"):
-        assert cpp_build.library() is not None
+        assert cpp_ops.library() is not None
     assert torch.isfinite(results()[0]).all()
     assert compiler() == 1
 
@@ -144,7 +146,7 @@ def test_a_full_disk_leaves_nothing_behind(compiler, fresh, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", is_full)
     with pytest.warns(UserWarning, match="No space left on device"):
-        assert cpp_build.library() is not None
+        assert cpp_ops.library() is not None
     assert kept(fresh) == []
 
 

@@ -6,7 +6,7 @@ import torch
 from native_cases import DTYPES, ORDERS, assert_close, bounds, shuffled_cache, split_qkv, threads
 
 from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
-from kernels.kv_cache import key_rows
+from kernels.torch.kv_cache import key_rows
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from native_cases import DTYPES, threads
 
+from kernels.cpp import logits_ops
 from kernels.cpp import ops as cpp_ops
-from kernels.sampling import kept_tokens
+from kernels.logits.sampling import kept_tokens
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -28,7 +29,7 @@ def kept64(logits, temperature, top_k, top_p, min_p):
 def pick(logits, temperature, u, top_k=0, top_p=1.0, min_p=0.0):
     """One row of logits, a token for each u."""
     num = len(u)
-    return cpp_ops.pick_kept(
+    return logits_ops.pick_kept(
         logits.expand(num, -1),
         temperature,
         u.double(),
@@ -134,8 +135,8 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads):
     def run(rows):
         given = (u[rows], ks[rows], ps[rows], lows[rows])
         return (
-            *cpp_ops.pick_kept(logits[rows], 0.8, *given),
-            *cpp_ops.likeliest(logits[rows], 0.8, [6] * len(u[rows])),
+            *logits_ops.pick_kept(logits[rows], 0.8, *given),
+            *logits_ops.likeliest(logits[rows], 0.8, [6] * len(u[rows])),
         )
 
     alone = [torch.cat(x) for x in zip(*(run(slice(i, i + 1)) for i in range(40)), strict=True)]
@@ -154,7 +155,7 @@ def test_the_likeliest_are_a_stable_sorts(dtype, vocab):
     logits[2] = 1.0
     logits[3, 1::2] = -torch.inf
     counts = [1, 20, 7, vocab, 10**9]
-    ids, logps = cpp_ops.likeliest(logits, 0.7, counts)
+    ids, logps = logits_ops.likeliest(logits, 0.7, counts)
     for row, count in enumerate(min(k, vocab) for k in counts):
         expected = logits[row].float().sort(stable=True, descending=True).indices[:count]
         assert torch.equal(ids[row, :count], expected)
@@ -164,7 +165,7 @@ def test_the_likeliest_are_a_stable_sorts(dtype, vocab):
 
 @pytest.mark.parametrize("few", [4, 1024])
 def test_pytorchs_path_keeps_the_same(monkeypatch, few):
-    monkeypatch.setattr("kernels.sampling._FEW", few)
+    monkeypatch.setattr("kernels.logits.sampling._FEW", few)
     torch.manual_seed(0)
     for scale in (0.01, 3.0):
         rows = (torch.randn(40, 300) * scale).round(decimals=1 if scale > 1 else 4)

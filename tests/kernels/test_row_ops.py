@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kernels import add_rms_norm, apply_rope, geglu, rms_norm, swiglu
-from kernels.geglu import geglu_ref
-from kernels.rms_norm import rms_norm_ref
-from kernels.rope import apply_rope_ref
-from kernels.swiglu import swiglu_ref
+from kernels.torch.geglu import geglu_ref
+from kernels.torch.rms_norm import rms_norm_ref
+from kernels.torch.rope import apply_rope_ref
+from kernels.torch.swiglu import swiglu_ref
 
 
 def rope_inputs(dtype=torch.float64):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import apply_penalties_, apply_token_bitmask_, sample
-from kernels.sampling import exponentials, philox
+from kernels.logits.sampling import exponentials, philox
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, rows=1, seed=3):

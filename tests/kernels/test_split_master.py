@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels import fused_adamw_
-from kernels.split_master import join_master, split_master_
+from kernels.torch.split_master import join_master, split_master_
 
 UPPER = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0xBF80, 0xBF81, 0x7F7E,
          0x7F7F, 0xFF7F]  # fmt: skip

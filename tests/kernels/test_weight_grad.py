@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear, swiglu
-from kernels.linear import InputRecipe, add_wide, finish_weight_grads, weight_grad
+from kernels.linear import InputRecipe, weight_grad
 from kernels.linear_logprob import _add_weight_gradient
+from kernels.torch.linear import add_wide, finish_weight_grads
 
 TOKENS, NUM_IN, NUM_OUT = 6, 8, 10
 

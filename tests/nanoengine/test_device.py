@@ -1,18 +1,16 @@
 """`--device` means what it says, and values cross to a GPU and back whole."""
 
 from __future__ import annotations
-
+from dataclasses import dataclass
+from kernels.memory import to_device
+from kernels.memory import to_host
+from nanoengine.parallel.device import resolve_device
+from pathlib import Path
+from torch import Tensor
+import pytest
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
 import torch
-from torch import Tensor
-
-from kernels.transfer import to_device, to_host
-from nanoengine.parallel.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,7 +119,7 @@ def test_packed_pieces_have_their_shapes_values_and_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device of this machine that is no CPU to `to_device`: the copy is a real one."""
-    from kernels import transfer as module
+    from kernels.gpu import upload as module
 
     host = torch.empty
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ import torch
 from test_batching import rollout
 from torch import Tensor
 
-from kernels.linear_logprob import _ChunkLogits
+from kernels.linear_logprob import ChunkLogits
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.config import ModelConfig
@@ -186,9 +186,9 @@ def test_a_step_on_its_own_rollouts_multiplies_by_the_head_once(
         (logps,) = engine.forward_logprobs([sample], temperature=learner.plan.temperature)
         one.logps = [p * m + shift * m for p, m in zip(logps.tolist(), one.loss_mask, strict=True)]
     rows: list[int] = []
-    multiply = _ChunkLogits.multiply
+    multiply = ChunkLogits.multiply
     monkeypatch.setattr(
-        _ChunkLogits, "multiply", lambda chunks, h: (rows.append(len(h)), multiply(chunks, h))[1]
+        ChunkLogits, "multiply", lambda chunks, h: (rows.append(len(h)), multiply(chunks, h))[1]
     )
     learner.train_on([group])
     assert rows == [4] * products  # two tokens of each rollout

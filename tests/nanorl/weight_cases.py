@@ -22,7 +22,7 @@ from pipeline_engine_cases import Run, make_engine, whole_model
 from pool import PRELOAD
 from torch import Tensor
 
-from kernels.checksum import checksum, copy_with_checksums
+from kernels.transport.checksum import checksum, copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore

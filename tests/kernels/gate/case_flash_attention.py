@@ -6,7 +6,8 @@ import torch
 from gate_case import ATTENTION_SHAPES, GateCase
 
 from kernels import add_rows_, flash_attn_varlen, gather_rows, make_varlen_plan, tree_attention
-from kernels.gather_rows import RowGather
+from kernels.gpu.attention import segments_of
+from kernels.gpu.gather_rows import RowGather
 
 NEED_OF = {"_delta_kernel": ("ld128",)}
 # Two accumulators 256 wide leave room for 32 keys, which is half a row tile of wgmma.
@@ -47,7 +48,7 @@ def tree() -> None:
     q = torch.empty(4096, 32, 128, dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.empty(4096, 8, 128, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
     with torch.device("cpu"):
-        plan.segments(q.device)
+        segments_of(plan, q.device)
     out = tree_attention(q, k, v, plan, backend="triton")
     torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
 

@@ -6,7 +6,7 @@ import torch
 from gate_case import GateCase
 
 from kernels import fp8_linear, quantize_fp8
-from kernels.fp8 import GroupSize
+from kernels.quantized.fp8 import GroupSize
 
 GROUPS: dict[str, GroupSize] = {"row": None, "1x128": 128, "128x128": (128, 128)}
 

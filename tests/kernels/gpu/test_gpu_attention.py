@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import flash_attn_varlen, paged_attention, paged_attention_decode, reshape_and_cache
-from kernels.attention import flash_attn_varlen_ref
-from kernels.paged_attention import paged_attention_ref
+from kernels.torch.attention import flash_attn_varlen_ref
+from kernels.torch.paged_attention import paged_attention_ref
 from nanoengine.model.attention import SharedPrefixContext
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

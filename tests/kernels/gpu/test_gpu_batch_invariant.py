@@ -15,9 +15,7 @@ from kernels import (
     log_softmax_batch_invariant,
     rms_norm,
 )
-from kernels.batch_invariant import (
-    log_softmax_batch_invariant_ref,
-)
+from kernels.logits.batch_invariant import log_softmax_batch_invariant_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16]

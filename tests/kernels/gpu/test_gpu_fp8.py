@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import dequantize_fp8, fp8_linear, quantize_fp8
-from kernels.fp8 import quantize_fp8_ref
+from kernels.quantized.fp8 import quantize_fp8_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
 from kernels import linear_logprob
-from kernels.linear_logprob import linear_logprob_ref
+from kernels.torch.linear_logprob import linear_logprob_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16]

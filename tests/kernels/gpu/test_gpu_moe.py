@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
 from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
-from kernels.grouped_gemm import grouped_gemm_ref
-from kernels.moe_routing import moe_align_ref, topk_softmax_ref
+from kernels.moe.grouped_gemm import grouped_gemm_ref
+from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import apply_penalties_, apply_token_bitmask_, sample
-from kernels.sampling import apply_penalties_ref, apply_token_bitmask_ref, sample_ref
+from kernels.logits.sampling import apply_penalties_ref, apply_token_bitmask_ref, sample_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCAB = 151936

@@ -12,7 +12,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import kernels
-from kernels.gather_rows import make_row_gather
+from kernels.gpu.gather_rows import make_row_gather
 
 FP8 = torch.float8_e4m3fn
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from guard import assert_as_good_as_plain_torch
 
 from kernels import linear, log_softmax_batch_invariant, rms_norm
-from kernels.batch_invariant import log_softmax_batch_invariant_ref
+from kernels.logits.batch_invariant import log_softmax_batch_invariant_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_varlen
-from kernels.attention import flash_attn_varlen_ref
+from kernels.torch.attention import flash_attn_varlen_ref
 
 EQUAL = ([0, 1, 37, 70, 64], None)
 PREFIXED = ([1, 30, 5, 0, 40], [100, 30, 70, 20, 41])

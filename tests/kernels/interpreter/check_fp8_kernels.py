@@ -8,7 +8,7 @@ import torch
 from guard import guarded, poisoned_memory
 
 from kernels import dequantize_fp8, fp8_linear, quantize_fp8
-from kernels.fp8 import quantize_fp8_ref
+from kernels.quantized.fp8 import quantize_fp8_ref
 
 SIZES = [None, 128, (128, 128)]
 

@@ -7,7 +7,7 @@ import torch
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
 from kernels import linear_logprob, linear_topk
-from kernels.linear_logprob import linear_logprob_ref
+from kernels.torch.linear_logprob import linear_logprob_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_varlen
-from kernels.attention import flash_attn_varlen_ref
+from kernels.torch.attention import flash_attn_varlen_ref
 
 STRIDE, TOKENS = 1 << 23, 300  # 300 x 2^23 > 2^31
 

@@ -8,9 +8,9 @@ import torch
 from guard import assert_as_good_as_plain_torch, poisoned_memory
 
 from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
-from kernels.grouped_gemm import grouped_gemm_ref
-from kernels.moe import fused_moe_ref
-from kernels.moe_routing import moe_align_ref, topk_softmax_ref
+from kernels.moe.fused_moe import fused_moe_ref
+from kernels.moe.grouped_gemm import grouped_gemm_ref
+from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref
 from kernels.triton import moe_routing as triton_ops
 
 DTYPES = [torch.float32, torch.bfloat16]

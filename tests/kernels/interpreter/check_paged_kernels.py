@@ -9,8 +9,8 @@ import torch
 from guard import assert_as_close
 
 from kernels import paged_attention, paged_attention_decode, reshape_and_cache
-from kernels.kv_cache import reshape_and_cache_ref
-from kernels.paged_attention import paged_attention_ref
+from kernels.torch.kv_cache import reshape_and_cache_ref
+from kernels.torch.paged_attention import paged_attention_ref
 
 FP8 = torch.float8_e4m3fn
 LENGTHS = [1, 19, 130, 64]

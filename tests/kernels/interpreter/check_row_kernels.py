@@ -17,12 +17,11 @@ from kernels import (
     rms_norm,
     swiglu,
 )
-from kernels.gather_rows import gather_rows_ref
-from kernels.linear_logprob import linear_logprob_ref
-from kernels.qk_norm_rope import qk_norm_rope_ref
-from kernels.rms_norm import rms_norm_ref
-from kernels.rope import apply_rope_ref
-from kernels.swiglu import swiglu_ref
+from kernels.gpu.gather_rows import gather_rows_ref
+from kernels.torch.linear_logprob import linear_logprob_ref
+from kernels.torch.rms_norm import rms_norm_ref
+from kernels.torch.rope import apply_rope_ref, qk_norm_rope_ref
+from kernels.torch.swiglu import swiglu_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 

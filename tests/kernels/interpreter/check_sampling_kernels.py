@@ -5,7 +5,7 @@ import torch
 from guard import guarded, poisoned_memory
 
 from kernels import apply_penalties_, apply_token_bitmask_, sample
-from kernels.sampling import apply_penalties_ref, apply_token_bitmask_ref, sample_ref
+from kernels.logits.sampling import apply_penalties_ref, apply_token_bitmask_ref, sample_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import add_rows_, gather_rows, make_row_gather
-from kernels.attention import flash_attn_varlen_ref
-from kernels.gather_rows import gather_rows_ref
+from kernels.gpu.gather_rows import gather_rows_ref
+from kernels.torch.attention import flash_attn_varlen_ref
 from nanoengine.model.attention import SharedPrefixContext
 
 # two prompts with two branches each, the first branch of the second continued by two more

@@ -15,8 +15,8 @@ from kernels import (
     paged_attention_decode,
     tree_attention,
 )
-from kernels.attention import flash_attn_varlen_ref
-from kernels.paged_attention import paged_attention_ref
+from kernels.torch.attention import flash_attn_varlen_ref
+from kernels.torch.paged_attention import paged_attention_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 SINKS = [2.0, -1.0, 6.0, -50.0, 0.5, 1.5, 4.0, -0.25]

@@ -9,8 +9,8 @@ from kernels import (
     gae,
     make_tensor_table,
 )
-from kernels.adamw import adamw_ref
-from kernels.gae import gae_ref
+from kernels.returns.gae import gae_ref
+from kernels.torch.adamw import adamw_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -6,18 +6,15 @@ Where it does not multiply bf16, operands are widened to fp32, which is exact, a
 rounded: up to eight times as fast as PyTorch's own bf16 loops there, and more accurate.
 
 The packed product gives a row the same bits in every batch of two rows or more, and PyTorch's
-attention a query: but not in a matrix unit (AMX), which is therefore left alone.
+attention a query: but not in a matrix unit (AMX), which is therefore left alone
+(`kernels/linear.py` says so to oneDNN).
 """
 
 import functools
-import os
 import platform
 
 import torch
 from torch import Tensor
-
-# oneDNN reads this once, before its first product. What a user has set stays.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 _PACK_ROWS = 64  # oneDNN's hint of the batch size; the layout, so the bits, do not depend on it
 _PROBE_SIZE = 32

@@ -4,8 +4,8 @@
 
 PyTorch's own backward of `index_select` adds with atomics on a GPU, in a different order every
 time. Here the plan (`make_row_gather`, once for all layers) lists for each row of x where it went;
-a program owns a row's sum. The plan is sorted on the host; `add_rows_`, the gradient of an
-embedding, sorts its own index on the GPU, where the token ids are.
+a program owns a row's sum. The plan is sorted on the host; `add_rows`, the gradient of an
+embedding (`kernels.add_rows_`), sorts its own index on the GPU, where the token ids are.
 
 Legend: R rows of x, G rows of y.
 """
@@ -15,14 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import (
-    Backend,
-    check_floating,
-    check_integers,
-    check_tensors,
-    compute_dtype,
-    use_triton,
-)
+from kernels.backend import Backend, compute_dtype, resolve, use_triton
+
+_SUM_ROWS = "kernels.triton.gather_rows:sum_rows"
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if ctx.on_triton:
-            from kernels.triton.gather_rows import sum_rows
-
-            return sum_rows(dy, ctx.gather.starts, ctx.gather.targets_G), None, None
+            dx = resolve(_SUM_ROWS)(dy, ctx.gather.starts, ctx.gather.targets_G)
+            return dx, None, None
         dx = torch.zeros(ctx.shape, dtype=compute_dtype(dy.dtype), device=dy.device)
         dx.index_add_(0, ctx.gather.index_G, dy.to(dx.dtype))
         return dx.to(dy.dtype), None, None
@@ -80,22 +74,8 @@ def gather_rows(x: Tensor, gather: RowGather, *, backend: Backend = "auto") -> T
     return _GatherRows.apply(x, gather, use_triton(backend, x))
 
 
-def add_rows_(total: Tensor, index: Tensor, rows: Tensor, *, backend: Backend = "auto") -> None:
-    """total [R, ...] += the rows [G, ...] at `index` [G], in total's dtype and in order."""
-    on_triton = use_triton(backend, rows)
-    check_tensors(total, "total", on_triton, index=index, rows=rows)
-    check_floating(rows=rows)
-    check_integers(index=index)
-    if index.shape != rows.shape[:1] or rows.shape[1:] != total.shape[1:]:
-        raise ValueError(
-            f"rows: {tuple(rows.shape)} must be one row like total's {tuple(total.shape[1:])} for "
-            f"each of the {len(index)} entries of index"
-        )
-    if not on_triton:
-        total.index_add_(0, index, rows.to(total.dtype))
-        return
-    from kernels.triton.gather_rows import sum_rows
-
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """total[index] += rows, in order; `kernels.add_rows_` has checked the arguments."""
     ordered, targets = torch.sort(index.long(), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(total.shape[0] + 1, device=index.device))
-    sum_rows(rows, starts, targets, total)
+    resolve(_SUM_ROWS)(rows, starts, targets, total)

@@ -37,8 +37,9 @@ from kernels.backend import (
     check_triton_dtype,
     use_triton,
 )
-from kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_gradient, clamped_swiglu_ref
-from kernels.grouped_gemm import (
+from kernels.linear import matmul_rows
+from kernels.moe.clamped_swiglu import clamped_swiglu, clamped_swiglu_gradient, clamped_swiglu_ref
+from kernels.moe.grouped_gemm import (
     ExpertMatrices,
     PackedExperts,
     add_expert_grad,
@@ -47,9 +48,9 @@ from kernels.grouped_gemm import (
     runs,
     weight_grad_buffer,
 )
-from kernels.linear import matmul_rows
-from kernels.moe_routing import check_expert_ids, moe_align
-from kernels.swiglu import swiglu, swiglu_ref
+from kernels.moe.moe_routing import check_expert_ids, moe_align
+from kernels.swiglu import swiglu
+from kernels.torch.swiglu import swiglu_ref
 
 PackedPair = tuple[PackedExperts, PackedExperts]
 """Packed w13 and packed w2."""

@@ -1,11 +1,10 @@
-"""What weights are asked and how they move: checksums, finiteness and copies at the memory's speed.
+"""Checksums and copies of weights that move, at the memory's speed.
 
     checksums(xs)                     of each tensor the sum of w[i] · (2 i + 1) over its bytes as
                                       64-bit words w, modulo 2^64, as a signed number; the last word
                                       ends in zeros
     checksum(x)                       of one
     checksums_and_finite(xs)          beside it whether the tensor is free of NaN and infinity
-    all_finite(xs)                    whether each is
     copy_with_checksums(outs, xs)     the checksums, taken while the tensors are copied
     copy_large(outs, xs)              copies that go past the caches where they can
 
@@ -22,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpp import build, ops
-from kernels.transfer import to_host
+from kernels.cpp import ops
+from kernels.memory import all_finite, are_floats, is_plain
 
 _CHUNK_WORDS = 1 << 20  # the temporary memory of PyTorch's path: 16 MB
 
@@ -31,7 +30,7 @@ _CHUNK_WORDS = 1 << 20  # the temporary memory of PyTorch's path: 16 MB
 def checksums(xs: Sequence[Tensor]) -> list[int]:
     """Of tensors of any dtype and device; those that are not contiguous are copied first."""
     xs = [x.detach().contiguous() for x in xs]
-    if _are_plain(*xs):
+    if is_plain(*xs):
         return ops.for_ranges(xs, has_sums=True)[0]
     return [_checksum_in_torch(x) for x in xs]
 
@@ -44,21 +43,11 @@ def checksum(x: Tensor) -> int:
 def checksums_and_finite(xs: Sequence[Tensor]) -> list[tuple[int, bool]]:
     """Of each tensor the checksum, and whether there is neither NaN nor infinity."""
     xs = [x.detach().contiguous() for x in xs]
-    if _are_plain(*xs) and _are_floats(*xs):
+    if is_plain(*xs) and are_floats(*xs):
         found = ops.for_ranges(xs, has_sums=True, has_finite=True)
     else:
         found = checksums(xs), all_finite(xs)
     return list(zip(*found, strict=True))
-
-
-def all_finite(xs: Sequence[Tensor]) -> list[bool]:
-    """Neither NaN nor infinity in each; a GPU is waited for once."""
-    are_plain = [_are_plain(x) and _are_floats(x) for x in xs]
-    plain = [x for x, is_plain in zip(xs, are_plain, strict=True) if is_plain]
-    others = [x for x, is_plain in zip(xs, are_plain, strict=True) if not is_plain]
-    natively = iter(ops.for_ranges(plain, has_finite=True)[1])
-    in_torch = iter(to_host([_is_finite_in_torch(x) for x in others]))
-    return [bool(next(natively if is_plain else in_torch)) for is_plain in are_plain]
 
 
 def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[int]:
@@ -69,7 +58,7 @@ def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[in
                 f"out is {out.dtype} {tuple(out.shape)}, x is {x.dtype} {tuple(x.shape)}: they "
                 "must be alike, because bytes are copied"
             )
-    if _are_plain(*outs, *xs):
+    if is_plain(*outs, *xs):
         return ops.for_ranges(xs, outs, has_sums=True)[0]
     with torch.no_grad():
         for out, x in zip(outs, xs, strict=True):
@@ -78,34 +67,18 @@ def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[in
 
 
 def copy_large(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """`out.copy_(x)` for each, also of another dtype; faster where it is only bytes."""
+    """`out.copy_(x)` for each, also of another dtype; faster where it is only bytes, which then go
+    past the caches where they can."""
     pairs = list(zip(outs, xs, strict=True))
     is_bytes = [
-        out.shape == x.shape and out.dtype == x.dtype and _are_plain(out, x) for out, x in pairs
+        out.shape == x.shape and out.dtype == x.dtype and is_plain(out, x) for out, x in pairs
     ]
-    plain = [pair for pair, is_plain in zip(pairs, is_bytes, strict=True) if is_plain]
+    plain = [pair for pair, is_native in zip(pairs, is_bytes, strict=True) if is_native]
     ops.for_ranges([x for _, x in plain], [out for out, _ in plain])
     with torch.no_grad():
-        for (out, x), is_plain in zip(pairs, is_bytes, strict=True):
-            if not is_plain:
+        for (out, x), is_native in zip(pairs, is_bytes, strict=True):
+            if not is_native:
                 out.copy_(x)
-
-
-def _are_plain(*tensors: Tensor) -> bool:
-    is_plain = all(x.is_cpu and x.is_contiguous() for x in tensors)
-    return is_plain and build.library() is not None
-
-
-def _are_floats(*tensors: Tensor) -> bool:
-    return all(x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
-
-
-def _is_finite_in_torch(x: Tensor) -> Tensor:
-    """A bool, on the tensor's device."""
-    if not x.numel():
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    # The extremes are finite if and only if all values are: NaN propagates to both.
-    return torch.isfinite(torch.stack(x.aminmax())).all()
 
 
 def _checksum_in_torch(x: Tensor) -> int:

@@ -23,7 +23,7 @@ The backward pass keeps q, k, v and o (which the output projection keeps anyway)
 probabilities again, a piece at a time. The gradient of a key that several branches share is summed
 over them in fp32, in order.
 
-Left out: lse and masks that are not causal, which only the definition in `attention.py` has; to cut
+Lse and masks that are not causal only the definition has, `flash_attn_varlen_ref`. Left out: to cut
 a prefill so that a window lets its pieces skip more keys.
 
 Legend: T tokens, H query heads, K key heads, G = H / K, D head_dim, C cells (queries of all
@@ -34,16 +34,18 @@ keys (the last; all where a window hides any), N = B · K, R rows = G · Q.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention import VarlenPlan
 from kernels.backend import compute_dtype
 from kernels.cpp.ops import AttendOptions, QuerySpan
 from kernels.kv_cache import heads_first, index_dtype
-from kernels.onednn import is_bf16_fast
+from kernels.memory import Scratch
+from kernels.torch.onednn import is_bf16_fast
 
 KEY_BLOCK = 128
 """fp32 keys are padded to this, and P·V is summed in blocks of it."""
@@ -61,22 +63,6 @@ _PIECE_SCORES = 1 << 21  # scores held at a time
 _PIECE_KEYS = 1 << 14  # keys x heads gathered at a time: 2 MB at 64 elements in bf16
 _WASTE_KEYS = 1024  # padded keys that take as long to read as one more rectangle takes to start
 _CHEAP_QUERIES = 32  # queries a key serves for the time it takes to read it
-
-
-class Scratch:
-    """Buffers that outlive a call. A fresh large tensor costs a page fault for every 4 KB, which
-    for attention is more than the arithmetic; a buffer reused by all layers costs it once."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, valid until the same name is taken again."""
-        size = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(*shape)
 
 
 @dataclass(frozen=True)
@@ -292,44 +278,41 @@ class PagedRectangles:
         return self._made[window]
 
 
-class PackedCall(NamedTuple):
-    """All about a call of `PackedAttention` but its tensors."""
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, options: AttendOptions) -> Tensor:
+    """o [T, H, D] of packed sequences or trees; `attend_packed` of C++ in other dtypes."""
+    wide_q, wide_k, wide_v = _for_products(q, k, v)
+    layout = rectangles_of(plan, k.shape[1], q.dtype, options.window)
+    caches = wide_k.unsqueeze(1), wide_v.unsqueeze(1)  # blocks of one key
+    found = attend_rectangles(wide_q, *caches, layout, options.scale, sinks=options.sinks)
+    return found.to(q.dtype)
 
-    plan: Any  # attention.VarlenPlan
-    options: AttendOptions
-    is_native: bool
+
+def differentiate(
+    do: Tensor,
+    qkvo: tuple[Tensor, Tensor, Tensor, Tensor],
+    plan: VarlenPlan,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) of `attend`, given the gradient by its result."""
+    q, k, v, out = qkvo
+    layout = rectangles_of(plan, k.shape[1], q.dtype, options.window)
+    wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
+    *grads, dsinks = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, options)
+    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+    return dq, dk, dv, dsinks
 
 
-class PackedAttention(torch.autograd.Function):
-    """`attend` of C++ and its gradient, or the rectangles'. Keeps q, k, v and o. `sinks` are in the
-    dtype of the softmax; those of `options` are not read."""
+def rectangles_of(
+    plan: VarlenPlan, num_kv: int, dtype: torch.dtype, window: int | None
+) -> Rectangles:
+    """The plan's layout for `num_kv` key heads, queries of that dtype and that window, kept by the
+    plan."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, call):
-        plan, options, is_native = call
-        options = options._replace(sinks=None if sinks is None else sinks.detach())
-        if is_native:
-            out = plan.attend_in_cpp(q, k, v, options)
-        else:
-            wide_q, wide_k, wide_v = _for_products(q, k, v)
-            layout = plan.rectangles(k.shape[1], q.dtype, options.window)
-            caches = wide_k.unsqueeze(1), wide_v.unsqueeze(1)  # blocks of one key
-            found = attend_rectangles(wide_q, *caches, layout, options.scale, sinks=options.sinks)
-            out = found.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out)
-        ctx.plan, ctx.options, ctx.is_native = plan, options, is_native
-        return out
+    def make() -> Rectangles:
+        table = KeyTable(plan.spans, plan.flat_rows, 1, num_kv, dtype, window)
+        return packed_rectangles(table, plan.scratch)
 
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, out = ctx.saved_tensors
-        if ctx.is_native:
-            grads = ctx.plan.differentiate_in_cpp(do, (q, k, v, out), ctx.options)
-            return *grads, None
-        layout = ctx.plan.rectangles(k.shape[1], q.dtype, ctx.options.window)
-        wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
-        *grads, dsinks = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options)
-        return *(grad.to(q.dtype) for grad in grads), dsinks, None
+    return plan.layout(("rectangles", num_kv, dtype, window), make)
 
 
 def attend_rectangles(
@@ -570,3 +553,67 @@ def _key_multiple(dtype: torch.dtype) -> int:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def attend_by_definition(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[Sequence[int], Sequence[int]],
+    causal: bool,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse [T, H]) where no kernel on a CPU does it: masks that are not causal, keys of other
+    lengths than the queries', or lse."""
+    scale, window, sinks = options
+    return flash_attn_varlen_ref(*qkv, *bounds, scale, causal=causal, window=window, sinks=sinks)
+
+
+def flash_attn_varlen_ref(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, one sequence at a time, differentiable by autograd alone: (o, lse [T, H])."""
+    group = q_THD.shape[1] // k_SKD.shape[1]
+    outs, lses = [q_THD[:0]], [q_THD[:0, :, 0].to(compute_dtype(q_THD.dtype))]
+    for (q_lo, q_hi), (k_lo, k_hi) in zip(
+        pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True
+    ):
+        q = q_THD[q_lo:q_hi].transpose(0, 1)
+        k = k_SKD[k_lo:k_hi].transpose(0, 1).repeat_interleave(group, 0)
+        v = v_SKD[k_lo:k_hi].transpose(0, 1).repeat_interleave(group, 0)
+        hidden = _hidden(q_hi - q_lo, k_hi - k_lo, causal, window, q.device)
+        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            column = sinks.to(scores.dtype)[:, None, None].expand(-1, q_hi - q_lo, 1)
+            scores = torch.cat([scores, column], -1)
+            p = torch.softmax(scores, -1)[:, :, :-1]
+            outs.append((p @ v).transpose(0, 1))
+            lses.append(scores.to(compute_dtype(scores.dtype)).logsumexp(-1).T)
+            continue
+        blind = hidden.all(-1)[:, None]
+        p = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        outs.append((p @ v).transpose(0, 1))
+        wide = scores.to(compute_dtype(scores.dtype))
+        lses.append(
+            wide.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[:, 0], -math.inf).T
+        )
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _hidden(
+    num_q: int, num_k: int, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """True where a query does not see a key."""
+    key = torch.arange(num_k, device=device)
+    position = torch.arange(num_k - num_q, num_k, device=device).unsqueeze(1)
+    hidden = (
+        key > position if causal else torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
+    )
+    return hidden if window is None else hidden | (key <= position - window)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import check_tensors, compute_dtype
-from kernels.cpp import ops as cpp_ops
-from kernels.cpp.build import has_native
+from kernels.cpp import int8_ops
+from kernels.cpp.ops import has_native
 from kernels.linear import linear_rows, matmul_rows
 
 INT8_MAX = 127.0
@@ -54,7 +54,7 @@ class Int8Weight:
         """The int8 values, [out, in]; a copy where they lie in panels."""
         if self.values.dim() == 2:
             return self.values
-        return cpp_ops.unpack_int8(self.values, self.num_out, self.num_in, self.dtype)
+        return int8_ops.unpack_int8(self.values, self.num_out, self.num_in, self.dtype)
 
     def dequantized(self, rows: slice = slice(None)) -> Tensor:
         """Those outputs of q · scale, in fp32 (fp64 where inputs are)."""
@@ -79,7 +79,7 @@ def pack_int8(weight_OI: Tensor, dtype: torch.dtype, out: Int8Weight | None = No
         )
     values, scale_O = quantize_int8(weight_OI)
     if has_native(torch.empty(0, dtype=dtype)):
-        values = cpp_ops.pack_int8(values, dtype, None if out is None else out.values)
+        values = int8_ops.pack_int8(values, dtype, None if out is None else out.values)
     if out is None:
         return Int8Weight(values, scale_O, weight_OI.shape[1], dtype)
     if values is not out.values:
@@ -101,7 +101,7 @@ class _Int8Linear(torch.autograd.Function):
 
 def _multiply(x_TI: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     if weight.values.dim() == 3:
-        return cpp_ops.linear_int8(x_TI, weight.values, weight.scale_O, bias, weight.num_out)
+        return int8_ops.linear_int8(x_TI, weight.values, weight.scale_O, bias, weight.num_out)
     wide = compute_dtype(x_TI.dtype)
     y_TO = linear_rows(x_TI.to(wide), weight.values.to(wide), None, None) * weight.scale_O.to(wide)
     return (y_TO if bias is None else y_TO + bias).to(x_TI.dtype)
@@ -114,8 +114,8 @@ def _multiply_transposed(dy_TO: Tensor, weight: Int8Weight) -> Tensor:
     if weight.values.dim() == 2:
         return matmul_rows(scaled_TO, weight.values.to(wide)).to(dy_TO.dtype)
     shape = (weight.num_out, weight.num_in)
-    columns = cpp_ops.transpose_int8(weight.values, *shape, weight.dtype)
-    return cpp_ops.linear_int8(scaled_TO.to(dy_TO.dtype), columns, None, None, weight.num_in)
+    columns = int8_ops.transpose_int8(weight.values, *shape, weight.dtype)
+    return int8_ops.linear_int8(scaled_TO.to(dy_TO.dtype), columns, None, None, weight.num_in)
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:

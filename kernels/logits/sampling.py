@@ -34,14 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import (
-    Backend,
-    check_integers,
-    check_per_row,
-    check_tensors,
-    compute_dtype,
-    use_triton,
-)
+from kernels.backend import Backend, check_integers, check_tensors, compute_dtype, use_triton
 
 _MASK32 = 0xFFFFFFFF
 _ROUND_A, _ROUND_B, _KEY_A, _KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
@@ -298,6 +291,16 @@ def apply_token_bitmask_(
         words.view(np.uint8), axis=1, count=logits_BV.shape[1], bitorder="little"
     )
     logits_BV.masked_fill_(torch.from_numpy(is_banned.view(np.bool_)), -torch.inf)
+
+
+def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
+    """Every value is [B]: one number for each row of logits."""
+    for name, value in values.items():
+        if value is not None and value.shape != logits_BV.shape[:1]:
+            raise ValueError(
+                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
+                f"{logits_BV.shape[0]} rows of logits"
+            )
 
 
 def _check_rows(logits_BV: Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
-from kernels.linear_logprob import softmax_parts
+from kernels.logits.logprob import softmax_parts
 
 
 def log_softmax_batch_invariant_ref(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Products with weights of eight bits: fp8 with scales of blocks, int8 with one of each output."""

@@ -1,0 +1,1 @@
+"""Returns along a rollout: the estimates that PPO learns from."""

@@ -1,0 +1,1 @@
+"""What weights that move between files, processes and buffers are asked: checksums and copies."""
