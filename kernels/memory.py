@@ -72,6 +72,13 @@ def release_free_memory() -> None:
         trim(0)
 
 
+def release_memory() -> None:
+    """Gives back what was freed on host and GPU, after a phase that needed more than the next one
+    will: both keep it for themselves otherwise."""
+    release_free_memory()
+    torch.cuda.empty_cache()
+
+
 def fresh_pages(num_bytes: int) -> Tensor:
     """Zeros, uint8, that take memory as they are first written to, and give all of it back when the
     tensor dies, however the allocator is set: for a buffer that comes and goes, such as a cache.

@@ -7,7 +7,7 @@
 So an update is a handful of passes over memory, whatever the model looks like. In fp32 and fp64 the
 weights *are* the master. Where the model computes in bf16 they are rounded from it: on a GPU they
 are a copy beside it, on a CPU one half of it, whose other half is a remainder of 16 bits
-(kernels/split_master.py).
+(kernels/torch/split_master.py).
 
 Left out: buckets that are cut over processes (parallel/shards.py).
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.split_master import split_master_
+from kernels.torch.split_master import split_master_
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 Named = list[tuple[str, nn.Parameter]]

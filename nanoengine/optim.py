@@ -14,31 +14,23 @@ AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 171
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from kernels.adamw import fused_adamw_
-from kernels.gpu.tensor_table import TensorTable
-from kernels.gpu.tensor_table import make_tensor_table
-from kernels.host_memory import release_memory
-from nanoengine.config import AdamWConfig
-from nanoengine.flat import Bucket
-from nanoengine.flat import BucketState
-from nanoengine.flat import collect_grad
-from nanoengine.flat import trainable
 from pathlib import Path
 from pkgutil import resolve_name
-from torch import Tensor
-from torch import nn
 from types import MappingProxyType
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
-import math
+from typing import Any, Literal, NamedTuple
+
 import torch
+from torch import Tensor, nn
+
+from kernels.adamw import fused_adamw_
+from kernels.memory import release_memory
+from nanoengine.config import AdamWConfig
+from nanoengine.flat import Bucket, BucketState, collect_grad, trainable
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
 

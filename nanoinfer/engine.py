@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kernels.host_memory import release_memory
+from kernels.memory import release_memory
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import Batch, RunnerOutput
 from nanoinfer.block_manager import BlockManager

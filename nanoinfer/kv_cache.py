@@ -10,21 +10,21 @@ Next: model_runner.py (who calls this), kernels/paged_attention.py (the attentio
 """
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import pairwise
-from kernels import make_kv_cache
-from kernels import make_paged_plan
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import make_kv_cache, make_paged_plan
 from kernels.cpp.ops import QueryTiles
-from kernels.kv_cache import PagedPlan
-from kernels.kv_cache import cache_rows
-from kernels.kv_cache import index_dtype
-from kernels.kv_cache import keys_in_runs
+from kernels.kv_cache import PagedPlan, cache_rows, index_dtype, keys_in_runs
 from kernels.memory import Scratch
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
-from torch import Tensor
-import kernels
-import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:

@@ -11,26 +11,20 @@ Next: kv_cache.py (the cache), sampler.py.
 """
 
 from __future__ import annotations
+
 from functools import cache
-from kernels.cpp.decoder import Decoder
-from kernels.cpp.decoder import DecoderShape
-from kernels.cpp.decoder import LayerWeights
-from kernels.cpp.decoder import can_decode
-from kernels.memory import to_device
-from kernels.memory import to_host
+from pkgutil import resolve_name
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import RunnerOutput
-from nanoinfer.batch import StepInput
-from nanoinfer.kv_cache import KVCache
-from nanoinfer.kv_cache import PagedContext
+from nanoinfer.batch import RunnerOutput, StepInput
+from nanoinfer.kv_cache import KVCache, PagedContext
 from nanoinfer.sampler import sample
-from pkgutil import resolve_name
-from torch import Tensor
-from typing import Any
-from typing import cast
-import kernels
-import torch
 
 _FULL = "nanoinfer.variants.full_runner:FullRunner"  # runs steps in which not all is plain
 

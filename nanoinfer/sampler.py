@@ -13,18 +13,19 @@ Left out: beam search; GPUs, whose sampler is gpu/device_sampler.py.
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
-from kernels.backend import use_native
-from kernels.cpp import logits_ops
-from kernels.cpp import ops as cpp_ops
-from kernels.logits.sampling import kept_tokens
-from torch import Tensor
 from typing import NamedTuple
-import kernels
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.backend import use_native
+from kernels.cpp import ops as cpp_ops
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
 _CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache
@@ -100,10 +101,10 @@ def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Ten
         return cpp_ops.pick(logits_RV, temperature, u_R)
     if u_R is None:
         likeliest = logits_RV.float().argmax(-1)
-        return likeliest, logits_logprob(logits_RV, likeliest, temperature)
+        return likeliest, kernels.logits_logprob(logits_RV, likeliest, temperature)
     # In two levels: over a whole vocabulary a cumulative sum is one long chain of additions; this
     # is a chain over runs of tokens, and one inside the run that u falls into.
-    parts = softmax_parts(logits_RV, temperature)
+    parts = kernels.softmax_parts(logits_RV, temperature)
     num_rows, vocab = logits_RV.shape
     weights = parts.weights if vocab % _RUN == 0 else F.pad(parts.weights, (0, -vocab % _RUN))
     p_RNK = weights.view(num_rows, -1, _RUN)

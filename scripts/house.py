@@ -233,7 +233,7 @@ class House:
                         yield target
 
     def _as_written(self, module: Module, node: ast.expr) -> Iterator[Name]:
-        """`sampling.sample` after `from kernels import sampling` is `kernels.sampling, sample`."""
+        """`sampling.sample` after `from kernels import sampling` is `kernels.logits: sample`."""
         if isinstance(node, ast.Name):
             yield from module.imports.get(node.id, ())
         elif isinstance(node, ast.Attribute):

@@ -1,18 +1,20 @@
 """Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
 kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
-from collections.abc import Iterator
-from kernels.cpp import ops as cpp_ops
-from nanoengine.formats.sources import SMOLLM2
-from nanoengine.formats.sources import cached_folder
-from pathlib import Path
-from pool import WorkerPool
 import os
-import pytest
 import random
 import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
+from pool import WorkerPool
+
+from kernels.cpp import ops as cpp_ops
+from nanoengine.formats.sources import SMOLLM2, cached_folder
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -13,28 +13,26 @@ Source: Hu et al. 2021, arXiv 2106.09685; rank-stabilised scale: Kalajdzievski 2
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Mapping
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
 from kernels.memory import all_finite
-from nanoengine.adapters.lora_config import ALL_LINEAR
-from nanoengine.adapters.lora_config import LoraConfig
-from nanoengine.adapters.peft_config import HEAD
-from nanoengine.adapters.peft_config import PLAIN
-from nanoengine.adapters.peft_config import PeftConfig
-from nanoengine.adapters.peft_config import read_peft_config
+from nanoengine.adapters.lora_config import ALL_LINEAR, LoraConfig
+from nanoengine.adapters.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
 from nanoengine.formats.hf import hf_views
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
-from pathlib import Path
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-import json
-import math
-import re
-import torch
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"

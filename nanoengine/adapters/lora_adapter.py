@@ -42,30 +42,27 @@ Next: lora_engine.py; adapters/lora.py for folders.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
 from kernels.cpp.low_rank_ops import LowRankTable
 from kernels.linear import matmul_rows
 from kernels.torch.linear import accumulate_weight_grad
-from nanoengine.adapters.lora import Adapter
-from nanoengine.adapters.lora import LowRank
-from nanoengine.adapters.lora import adapter_of
-from nanoengine.adapters.lora import choose_targets
-from nanoengine.adapters.lora import write_adapter
+from nanoengine.adapters.lora import Adapter, LowRank, adapter_of, choose_targets, write_adapter
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.low_rank import AddedChange
 from nanoengine.architectures.quantized import Int8Linear
-from nanoengine.formats.matrices import MatrixRows
-from nanoengine.formats.matrices import adaptable
+from nanoengine.formats.matrices import MatrixRows, adaptable
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
-from pathlib import Path
-from torch import Tensor
-from torch import nn
-import math
-import torch
+
 
 class LoraBase:
     """A model whose weights are frozen, and which of its adapters they are merged with now.

@@ -7,17 +7,19 @@ rollout engine add the trained adapter with these lines, so that both have the s
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from kernels import linear
-from kernels import pack_weight
-from kernels.cpp.low_rank_ops import LowRankTable
-from kernels.cpp.low_rank_ops import add_low_rank_
+
+import torch
+from torch import Tensor
+
+from kernels import linear, pack_weight
+from kernels.cpp.low_rank_ops import LowRankTable, add_low_rank_
 from kernels.cpp.ops import has_native
 from nanoengine.adapters.lora import LowRank
 from nanoengine.model.linear import PackedLinear
-from torch import Tensor
-import torch
+
 
 @dataclass(frozen=True)
 class _Factor:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from kernels import Int8Weight, fp8_linear, int8_linear, pack_int8, quantize_fp8
 from kernels.cpp.decoder import DecoderMatrix
-from kernels.cpp.ops import LowRankTable
-from kernels.fp8 import GROUP
+from kernels.cpp.low_rank_ops import LowRankTable
 from kernels.linear import InputRecipe
+from kernels.quantized.fp8 import GROUP
 from nanoengine.model.linear import MatrixChange, Packed, PackedLinear
 from nanoengine.model.transformer import Transformer
 
@@ -78,7 +78,7 @@ class Fp8Linear(_Quantized):
 
 
 class Int8Linear(_Quantized):
-    """int8 values with a scale for each output (kernels/int8.py). `weight` is frozen and its memory
+    """int8 values with a scale for each output (kernels/quantized/int8.py). `weight` is frozen and its memory
     freed; a trainer may read such a matrix, for adapters."""
 
     format = "int8"

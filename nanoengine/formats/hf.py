@@ -10,22 +10,27 @@ Next: sources.py (where folders come from), gguf.py (folders made from a llama.c
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from kernels.memory import all_finite
 from kernels.transport.checksum import copy_large
 from nanoengine.architectures.family_layer import FamilyLayer
-from nanoengine.architectures.moe import ExpertSplit
-from nanoengine.architectures.moe import MoeMlp
-from nanoengine.architectures.quantized import Int8Linear
-from nanoengine.architectures.quantized import check_quantizable
-from nanoengine.architectures.quantized import quantize_layer
+from nanoengine.architectures.moe import ExpertSplit, MoeMlp
+from nanoengine.architectures.quantized import Int8Linear, check_quantizable, quantize_layer
 from nanoengine.formats.config_json import context_limit
-from nanoengine.formats.families import ModelFamily
-from nanoengine.formats.families import family_of
+from nanoengine.formats.families import ModelFamily, family_of
 from nanoengine.formats.matrices import int8_places
 from nanoengine.formats.mxfp4 import widened
 from nanoengine.formats.template_files import template_files
@@ -33,21 +38,9 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import TensorSplit
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.parameter_record import Slice
-from nanoengine.parallel.parameter_record import side_by_side
+from nanoengine.parallel.parameter_record import Slice, side_by_side
 from nanoengine.plan.footprint import num_params
-from nanoengine.tensor_file import dtype_name
-from nanoengine.tensor_file import write_tensors
-from pathlib import Path
-from safetensors import SafetensorError
-from safetensors import safe_open
-from torch import Tensor
-import json
-import os
-import re
-import shutil
-import torch
-import warnings
+from nanoengine.tensor_file import dtype_name, write_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,18 +10,18 @@ Left out: masks other than causal ones and windows.
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from kernels import make_varlen_plan
-from kernels import tree_attention
+from typing import Protocol, TypedDict, Unpack, cast
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import make_varlen_plan, tree_attention
 from kernels.attention import VarlenPlan
 from kernels.backend import Backend
-from torch import Tensor
-from typing import Protocol
-from typing import TypedDict
-from typing import Unpack
-from typing import cast
-import kernels
-import torch
+
 
 class ScoreOptions(TypedDict, total=False):
     """How a layer scores keys, where it is not softmax(q · k / √D) over all tokens before."""
@@ -71,7 +71,7 @@ class PackedContext:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens)
         ends, longest = self.cu_seqlens, self.max_seqlen
-        out = flash_attn_varlen(
+        out = kernels.flash_attn_varlen(
             q_THD,
             k_TKD,
             v_TKD,

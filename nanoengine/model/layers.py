@@ -14,20 +14,17 @@ Left out: dropout, biases in the MLP.
 """
 
 from __future__ import annotations
+
 from functools import partial
-from kernels import add_rms_norm
-from kernels import apply_rope
-from kernels import qk_norm_rope
-from kernels import rms_norm
-from kernels import swiglu
+
+import torch
+from torch import Tensor, nn
+
+from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
 from kernels.linear import InputRecipe
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.linear import TensorSplit
-from torch import Tensor
-from torch import nn
-import torch
+from nanoengine.model.linear import PackedLinear, TensorSplit
 
 Rope = tuple[Tensor, ...]
 """cos and sin [T, D/2]; then those of layers with a window, where they have a rope of their own."""

@@ -12,21 +12,18 @@ Shapes: T tokens, E hidden size, V vocabulary, P rows that are scored.
 """
 
 from __future__ import annotations
+
 from dataclasses import dataclass
-from kernels import add_rows_
-from kernels import linear
-from kernels import linear_logprob
-from kernels import pack_weight
-from kernels.cpp.decoder import DecoderMatrix
-from kernels.cpp.low_rank_ops import LowRankTable
-from kernels.linear import InputRecipe
-from kernels.quantized.fp8 import GROUP
-from torch import Tensor
-from torch import nn
-from typing import ClassVar
-from typing import Protocol
-import kernels
+from typing import ClassVar, Protocol
+
 import torch
+from torch import Tensor, nn
+
+import kernels
+from kernels import add_rows_, linear, linear_logprob, pack_weight
+from kernels.cpp.decoder import DecoderMatrix
+from kernels.linear import InputRecipe
+
 
 class MatrixChange(Protocol):
     """What is added to a product beside the weight: adapters that requests name."""
@@ -181,7 +178,7 @@ class TensorSplit:
     ) -> tuple[Tensor, Tensor]:
         """(ids [P, k], logp [P, k]) of the k likeliest tokens of the whole vocabulary, likeliest
         first. No gradient."""
-        return linear_topk(
+        return kernels.linear_topk(
             hidden_PE,
             head.weight_VE,
             k,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import linear, pack_weight
-from kernels.checksum import all_finite
 from kernels.linear import is_native
+from kernels.memory import all_finite
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope

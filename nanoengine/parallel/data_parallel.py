@@ -18,20 +18,19 @@ Next: shards.py (what a rank owns of a bucket), zero.py (when buckets are whole)
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+from collections.abc import Callable, Sequence
 from functools import partial
-from kernels.torch.split_master import join_master
-from kernels.torch.split_master import split_master_
+
+import torch
+from torch import Tensor, nn
+
 from nanoengine.flat import collect_grad
 from nanoengine.parallel.layout import REPLICA_AXES
-from nanoengine.parallel.mesh import Handle
-from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.mesh import Handle, Mesh
 from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.shards import ShardedBucket
-from torch import Tensor
-from torch import nn
-import torch
+
 
 def replica_axes(parameter: Tensor) -> tuple[str, ...]:
     """The ranks that hold the same parameter: an expert's live on one ep rank only."""

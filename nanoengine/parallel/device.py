@@ -4,10 +4,13 @@ Left out: other accelerators than CUDA's.
 """
 
 from __future__ import annotations
+
 from concurrent.futures import ThreadPoolExecutor
-from kernels.memory import release_free_memory
-from kernels.memory import reuse_large_buffers
+
 import torch
+
+from kernels.memory import reuse_large_buffers
+
 
 def resolve_device(name: str, *, local_rank: int = 0, num_local: int = 1) -> torch.device:
     """The device that `--device` names: auto (CUDA if there is any, else the CPU), cpu, cuda or

@@ -2,7 +2,7 @@
 
 Rank r owns the r-th share of each flat bucket, whatever parameters begin or end in it. What it owns
 of the masters is a buffer of its own, or the weights themselves where they are as wide, or the
-weights and their remainders (kernels/split_master.py).
+weights and their remainders (kernels/torch/split_master.py).
 
 Next: data_parallel.py (sums of their gradients), zero.py (when they are whole).
 """
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kernels.split_master import join_master, split_master_
+from kernels.torch.split_master import join_master, split_master_
 from nanoengine.flat import ALIGNMENT, Bucket, BucketState, Named, Slot, empty_remainder
 from nanoengine.parallel.mesh import Handle, Mesh
 from nanoengine.parallel.parameter_record import record_of

@@ -17,35 +17,24 @@ Shapes: T tokens, E hidden size, V vocabulary, C tokens of a chunk.
 """
 
 from __future__ import annotations
+
 from dataclasses import replace
-from kernels import linear
-from kernels import linear_topk
-from kernels import pack_weight
-from kernels.linear import InputRecipe
-from kernels.linear import add_weight_grad
-from kernels.linear import linear_rows
-from kernels.linear import matmul_rows
-from kernels.linear import pack_columns
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import linear, linear_topk, pack_weight
+from kernels.linear import InputRecipe, add_weight_grad, linear_rows, matmul_rows, pack_columns
 from kernels.torch.linear import accumulate_weight_grad
 from nanoengine.architectures.family_layer import FamilyLayer
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import LogprobOptions
-from nanoengine.model.linear import OutputHead
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.linear import TensorSplit
-from nanoengine.model.linear import embed
+from nanoengine.model.linear import LogprobOptions, OutputHead, PackedLinear, TensorSplit, embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
-from nanoengine.parallel.parameter_record import Slice
-from nanoengine.parallel.parameter_record import mark_partial
-from nanoengine.parallel.parameter_record import mark_slice
-from nanoengine.parallel.parameter_record import record_of
-from torch import Tensor
-from torch import nn
-from typing import Any
-import torch
-import torch.nn.functional as F
+from nanoengine.parallel.parameter_record import Slice, mark_partial, mark_slice, record_of
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
 

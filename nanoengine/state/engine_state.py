@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.host_memory import release_memory
+from kernels.memory import release_memory
 from nanoengine.engine import Engine
 from nanoengine.formats import hf
 from nanoengine.optim import AdamW, Kind

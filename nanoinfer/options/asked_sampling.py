@@ -1,7 +1,7 @@
 """Draws from a part of the vocabulary, from edited logits, and the likeliest tokens of a row.
 
 A request that truncates (top-k, top-p, min-p) draws from the tokens above a pivot
-(kernels/sampling.py says which, `cpp/truncate.h` finds it): what ties with the last one kept is
+(kernels/logits/sampling.py says which, `cpp/truncate.h` finds it): what ties with the last one kept is
 kept too. The log-prob stays that of the tempered distribution over the whole vocabulary, before
 top-k and top-p; a request may ask for that of temperature 1 instead (`raw_rows`). A truncated or
 edited request is sampled from another distribution; `sampled_logps` are that one's. Training wants
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kernels import logits_logprob
 from kernels.backend import use_native
-from kernels.cpp import ops as cpp_ops
-from kernels.sampling import kept_tokens
+from kernels.cpp import logits_ops
+from kernels.logits.sampling import kept_tokens
 from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.sampler import Samples, SamplingBatch, chunks, invert, pick, uniforms
 
@@ -134,7 +134,7 @@ def likeliest(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor
     """Ids and log-probs [R, count] of the likeliest tokens of each row, of equals the smaller id
     first; fewer where the vocabulary is smaller."""
     if use_native("auto", logits_RV):
-        return cpp_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
+        return logits_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
     ids = torch.stack([_first_of_row(z_V, min(count, len(z_V))) for z_V in logits_RV])
     rows = logits_RV.repeat_interleave(ids.shape[1], 0)
     return ids, logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
@@ -155,10 +155,10 @@ def _pick_kept(
     top_ps: Tensor,
     min_ps: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse CDF over the tokens that the truncation keeps (`kernels.sampling`). Also the token's
+    """Inverse CDF over the tokens that the truncation keeps (logits/sampling.py). Also the token's
     log-prob over the whole vocabulary, `logits_logprob`'s bits, and among the kept."""
     if use_native("auto", logits_RV):
-        return cpp_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
+        return logits_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
     z = logits_RV.float()
     gap = (z / temperature).double()
     gap -= gap.amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """What requests do to their logits before sampling: penalties, bias, allowed tokens, grammar.
 
 `LogitEdits` says what one request wants, `EditPlan` holds that for all edited rows of a step, as
-tensors that travel to the logits' device, where the ops of `kernels.sampling` apply them: there is
+tensors that travel to the logits' device, where the ops of logits/sampling.py apply them: there is
 one implementation of each edit, and no logits leave a GPU for it.
 
 Everything is a function of the request's own tokens, so a token still depends on (logits, seed,

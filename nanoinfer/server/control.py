@@ -6,20 +6,20 @@ Left out: weights that do not come from a folder.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
 from kernels.transport.checksum import checksum
 from nanoengine.formats.hf import read_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.server.completions import Completions
-from nanoinfer.server.http_io import ApiError
-from nanoinfer.server.http_io import user_errors
+from nanoinfer.server.http_io import ApiError, user_errors
 from nanoinfer.server.served_model import ServedModel
-from pathlib import Path
-from torch import Tensor
-from typing import Literal
 
 PauseMode = Literal["keep", "abort", "wait"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
-from kernels.transfer import to_device, to_host
+from kernels.memory import to_device, to_host
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.batch import RunnerOutput, StepInput

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.host_memory import release_memory
+from kernels.memory import release_memory
 from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.engine import Engine

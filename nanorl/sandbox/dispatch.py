@@ -7,30 +7,25 @@ Output is read here, capped in bytes; a result is believed only from the server'
 """
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import InvalidStateError
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from nanorl.sandbox import protocol
-from nanorl.sandbox.base import ExecResult
-from nanorl.sandbox.base import SandboxFailure
-from nanorl.sandbox.base import SandboxSpec
-from nanorl.sandbox.execution import Attempt
-from nanorl.sandbox.execution import Execution
-from nanorl.sandbox.execution import Stream
-from nanorl.sandbox.outcome import Outcome
-from nanorl.sandbox.outcome import blame
-from nanorl.sandbox.outcome import judge
-from typing import Protocol
+
 import contextlib
 import os
 import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+from nanorl.sandbox import protocol
+from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
+from nanorl.sandbox.execution import Attempt, Execution, Stream
+from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
 MAX_STARTS = 3

@@ -1,18 +1,15 @@
 """gae, fused_adamw_, qk_norm_rope on a CPU."""
 
-from kernels import apply_rope
-from kernels import fused_adamw_
-from kernels import gae
-from kernels import make_tensor_table
-from kernels import qk_norm_rope
-from kernels import rms_norm
-from kernels.returns.gae import gae_ref
-from kernels.torch.adamw import _PIECE
-from kernels.torch.split_master import join_master
-from kernels.torch.split_master import split_master_
-from nanorl.algorithms.returns import gae as gae_of_nanorl
 import pytest
 import torch
+
+from kernels import apply_rope, fused_adamw_, make_tensor_table, qk_norm_rope, rms_norm
+from kernels.returns import gae
+from kernels.returns.gae import gae_ref
+from kernels.torch.adamw import _PIECE
+from kernels.torch.split_master import join_master, split_master_
+from nanorl.algorithms.returns import gae as gae_of_nanorl
+
 
 def test_gae_skips_observations_as_the_worked_example():
     """Two action tokens, three observations, two action tokens: 0.429, not 0.977."""

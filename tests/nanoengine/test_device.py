@@ -1,16 +1,18 @@
 """`--device` means what it says, and values cross to a GPU and back whole."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from kernels.memory import to_device
-from kernels.memory import to_host
-from nanoengine.parallel.device import resolve_device
-from pathlib import Path
-from torch import Tensor
-import pytest
+
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 import torch
+from torch import Tensor
+
+from kernels.memory import to_device, to_host
+from nanoengine.parallel.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,29 +1,24 @@
 """A folder whose weights hold NaN or infinity is refused at load, by the tensor's name."""
 
 from __future__ import annotations
+
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
 from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILY_SHAPES, make_reference, save_reference
+
 from kernels.memory import all_finite
-from nanoengine.formats.hf import export_state
-from nanoengine.formats.hf import hf_views
-from nanoengine.formats.hf import load_model
-from nanoengine.formats.hf import load_stages
-from nanoengine.formats.hf import read_state
-from nanoengine.formats.mxfp4 import widen_mxfp4
-from nanoengine.formats.mxfp4 import widened
+from nanoengine.formats.hf import export_state, hf_views, load_model, load_stages, read_state
+from nanoengine.formats.mxfp4 import widen_mxfp4, widened
 from nanoengine.formats.sources import resolve_model
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.stage import Stage
 from nanoengine.sequence_classifier import load_sequence_classifier
-from pathlib import Path
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from tiny_models import FAMILY_SHAPES
-from tiny_models import make_reference
-from tiny_models import save_reference
-import pytest
-import torch
 
 BAD = (float("nan"), float("inf"), float("-inf"))
 

@@ -5,35 +5,36 @@ kernels/torch/attention.py), so padding must not change a bit.
 """
 
 from __future__ import annotations
+
 from contextlib import nullcontext
-from kernels.torch.kv_cache import key_rows
-from nanoengine.formats.hf import export_state
-from nanoengine.formats.hf import load_model
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import RunnerOutput
-from nanoinfer.batch import StepInput
-from nanoinfer.config import InferConfig
-from nanoinfer.engine import LLMEngine
-from nanoinfer.gpu.cuda_graph import Capture
-from nanoinfer.gpu.cuda_graph import CudaCapture
-from nanoinfer.gpu.cuda_graph import StaticDecode
-from nanoinfer.gpu.cuda_graph import Work
-from nanoinfer.gpu.cuda_graph import can_capture
-from nanoinfer.gpu.cuda_graph import ladder
-from nanoinfer.gpu.cuda_graph import run_plainly
-from nanoinfer.kv_cache import CacheLayout
-from nanoinfer.params import Output
-from nanoinfer.params import SamplingParams
-from nanoinfer.variants.fp8_cache import make_cache
-from nanoinfer.variants.full_runner import FullRunner
 from pathlib import Path
-from tiny_models import make_reference
-from tiny_models import save_reference
 from typing import Any
 from unittest.mock import MagicMock
+
 import pytest
 import torch
+from tiny_models import make_reference, save_reference
+
+from kernels.torch.kv_cache import key_rows
+from nanoengine.formats.hf import export_state, load_model
+from nanoengine.model.linear import PackedLinear
+from nanoengine.model.transformer import Transformer
+from nanoinfer.batch import RunnerOutput, StepInput
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import (
+    Capture,
+    CudaCapture,
+    StaticDecode,
+    Work,
+    can_capture,
+    ladder,
+    run_plainly,
+)
+from nanoinfer.kv_cache import CacheLayout
+from nanoinfer.params import Output, SamplingParams
+from nanoinfer.variants.fp8_cache import make_cache
+from nanoinfer.variants.full_runner import FullRunner
 
 SHAPE = "qwen3-bias"
 GENERATOR = torch.Generator().manual_seed(4)

@@ -1,26 +1,23 @@
 """All layers in one call of C++ give the bits of the model's own forward pass."""
 
 from collections.abc import Iterator
-from kernels.kv_cache import cache_rows
-from kernels.kv_cache import make_paged_plan
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_reference
+
+from kernels.kv_cache import cache_rows, make_paged_plan
 from nanoengine.architectures.quantized import quantize
-from nanoengine.formats.hf import export_state
-from nanoengine.formats.hf import load_model
+from nanoengine.formats.hf import export_state, load_model
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import CacheLayout
-from nanoinfer.kv_cache import KVCache
-from nanoinfer.kv_cache import PagedContext
+from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext
 from nanoinfer.model_runner import make_decoder
-from nanoinfer.params import Output
-from nanoinfer.params import SamplingParams
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants.fp8_cache import Fp8Cache
-from pathlib import Path
-from tiny_models import save_reference
-import pytest
-import torch
 
 pytestmark = pytest.mark.usefixtures("native")
 DENSE = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")

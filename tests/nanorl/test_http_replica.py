@@ -1,31 +1,25 @@
 """A server at an address is a replica like any other."""
 
 from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from serving import KEY, Served, serve
+from tiny_text import make_model, make_text_engine
+
 from kernels.transport.checksum import checksum
-from nanoengine.formats.hf import export_state
-from nanoengine.formats.hf import save_model
-from nanoinfer.params import Output
-from nanoinfer.params import SamplingParams
+from nanoengine.formats.hf import export_state, save_model
+from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
 from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.router import Router
-from nanorl.weights.disk import DiskOffer
-from nanorl.weights.disk import DiskReceiver
-from nanorl.weights.offer import BaseVersionMissing
-from nanorl.weights.offer import Offer
-from nanorl.weights.offer import WeightEntry
-from nanorl.weights.offer import WeightsRefused
-from pathlib import Path
-from serving import KEY
-from serving import Served
-from serving import serve
-from tiny_text import make_model
-from tiny_text import make_text_engine
-import asyncio
-import pickle
-import pytest
-import socket
+from nanorl.weights.disk import DiskOffer, DiskReceiver
+from nanorl.weights.offer import BaseVersionMissing, Offer, WeightEntry, WeightsRefused
 
 PARAMS = SamplingParams(
     max_tokens=100,

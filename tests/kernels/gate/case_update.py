@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from gate_case import GateCase
 
-from kernels import fused_adamw_, gae
+from kernels import fused_adamw_
+from kernels.returns import gae
 
 TOKENS = 65536
 
