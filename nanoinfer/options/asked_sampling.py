@@ -1,7 +1,7 @@
 """Draws from a part of the vocabulary, from edited logits, and the likeliest tokens of a row.
 
 A request that truncates (top-k, top-p, min-p) draws from the tokens above a pivot
-(kernels/logits/sampling.py says which, `cpp/truncate.h` finds it): what ties with the last one kept is
+(logits/sampling.py says which, `cpp/truncate.h` finds it): what ties with the last one kept is
 kept too. The log-prob stays that of the tempered distribution over the whole vocabulary, before
 top-k and top-p; a request may ask for that of temperature 1 instead (`raw_rows`). A truncated or
 edited request is sampled from another distribution; `sampled_logps` are that one's. Training wants

@@ -422,7 +422,7 @@ class UpdateWeights(StrictBody):
     path: Text
     version: int = Field(ge=0, strict=True)
     checksums: dict[str, Annotated[int, Field(strict=True)]] | None = None
-    """Of every tensor by its name, as transport/checksum.py. A tensor with another one, and one that
+    """Of every tensor by its name (transport/checksum.py). A tensor with another one, and one that
     is not named, is refused, and then nothing is loaded."""
 
 
