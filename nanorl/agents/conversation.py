@@ -7,7 +7,7 @@ what it would have read in training.
 
 What happened is kept as a list of events, from which the tokens can be built up to any message: so
 another model can be asked the same question in the same place (`ask_again`).
-Left out: scores (nanorl/run/evaluation.py); what a program leaves from one message to the next.
+Left out: scores (run/heldout_success.py); what a program leaves from one message to the next.
 """
 
 from __future__ import annotations

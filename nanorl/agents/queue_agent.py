@@ -32,9 +32,9 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.envs.base import TimeStep
+from nanorl.envs.rewards.base import as_score
+from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
-from nanorl.rewards.base import as_score
-from nanorl.tools.function import in_thread
 from nanorl.types import InfrastructureError
 
 METHOD = "collect_trajectory"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.sandbox.base import Sandbox
 from nanorl.types import Rollout, Task
 

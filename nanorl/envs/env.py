@@ -33,10 +33,10 @@ from types import MappingProxyType
 from typing import Any, overload
 
 from nanoinfer.chat.base import Parser
-from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.rule import RuleReward
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.rule import RuleReward
+from nanorl.envs.tools.base import Done, Tool, ToolContext
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.tools.base import Done, Tool, ToolContext
 from nanorl.types import InfrastructureError, Rollout, Task
 
 ANSWER = "Answer:"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tools.workspace import bash, edit, read, submit, write
 from nanorl.sandbox.grading import Case, check
-from nanorl.tools.workspace import bash, edit, read, submit, write
 from nanorl.types import Task
 
 _NUM_CASES = 12

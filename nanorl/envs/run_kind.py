@@ -18,9 +18,9 @@ from nanorl.envs.catalog import (
 )
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
+from nanorl.envs.rewards.load import REWARDS, load_reward
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox

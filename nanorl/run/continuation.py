@@ -36,9 +36,9 @@ from nanoengine.state.checkpoint import (
     share_folder,
 )
 from nanoengine.state.run_folder import RunFolder
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.report.summary import write_atomically
 from nanorl.options.run_config import RunConfig, flatten
-from nanorl.report.metrics import read_metrics
-from nanorl.report.summary import write_atomically
 from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.history import Event, EventKind, RunHistory
 from nanorl.trust import remember, require

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from nanoengine.formats.template_files import template_files
+from nanorl.observability.report.summary import git_commit
 from nanorl.options.agent_config import ToolConfig
+from nanorl.options.parts import Parts, num_threads
 from nanorl.options.run_config import RunConfig
 from nanorl.plugins import is_path
-from nanorl.report.summary import git_commit
-from nanorl.run.parts import Parts, num_threads
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.interpreter import find_python
 

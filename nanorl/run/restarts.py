@@ -24,14 +24,14 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint, read_cursor
-from nanorl.report.live import LiveView
-from nanorl.roles.base import Roles
-from nanorl.roles.launch import make_roles
-from nanorl.roles.policy import TrainerLost
-from nanorl.roles.role import RoleLost
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.choose_roles import make_roles
+from nanorl.distributed.roles.policy_role import TrainerLost
+from nanorl.distributed.roles.role import RoleLost
+from nanorl.observability.report.live import LiveView
+from nanorl.options.parts import Parts
 from nanorl.run.cursor import CHECKPOINTS, PHASES, Cursor
 from nanorl.run.history import Event
-from nanorl.run.parts import Parts
 from nanorl.run.run import Run
 from nanorl.run.state import RunState
 from nanorl.sandbox.base import SandboxFailure

@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanorl.sandbox import memory, seccomp, usage
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import seccomp, usage
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.bwrap import unused_uid, wall_flags
-from nanorl.sandbox.machine import find_bwrap, is_readable, reachable
+from nanorl.sandbox.host_machine import find_bwrap, is_readable, reachable
 
 FOLDER = "/box"
 """The working folder inside."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from viewer_runs import viewed
 
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,8 +25,8 @@ from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, TaskSet
-from nanorl.rewards.base import Score, Transcript
-from nanorl.tasks.records import check_agent
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tasks.records import check_agent
 from nanorl.types import InfrastructureError, Rollout, Task
 
 if TYPE_CHECKING:

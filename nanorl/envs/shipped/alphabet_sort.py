@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.envs.shipped.reading import lcs_ratio, tagged
+from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
 from nanorl.types import Task
 
 _FIRST = """

@@ -29,9 +29,9 @@ from nanoengine.extras import missing
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.hermes import HermesParser
 from nanorl.envs.env import Env
+from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.shipped.corpus import Document, Question, Town, read_corpus
-from nanorl.rewards.base import Transcript
-from nanorl.tools.base import ToolError
+from nanorl.envs.tools.base import ToolError
 from nanorl.types import Task
 
 _NUM_SHOWN = 3

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import frames
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.base import ExecResult, SandboxSpec
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import Outcome, judge

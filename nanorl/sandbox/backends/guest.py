@@ -1,8 +1,8 @@
 """The server inside a box: takes an order, forks a process for it, sends what that prints.
 
 Where descriptors cannot be handed in (a container, a virtual machine) this stands in for worker.py
-and keeper.py: it speaks frames (frames.py) over standard input and output, and does the same jobs
-(jobs.py). The programs' own process is confined by rights.py.
+and keeper.py: it speaks frames (worker_frames.py) over standard input and output, and does the same
+jobs (jobs.py). The programs' own process is confined by rights.py.
 
     stateless   one order, then the host throws the box away
     session     one box an episode: the folder stays, a job's processes do not, and the interpreter
@@ -34,7 +34,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from nanorl.sandbox import jobs, protocol, usage
-from nanorl.sandbox.backends import frames, rights
+from nanorl.sandbox.backends import rights
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.confine import close_from
 from nanorl.sandbox.program import execute, exit_now, parts_of, renew_streams
 from nanorl.sandbox.worker import limit_cpu

@@ -26,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import memory, protocol, seccomp
-from nanorl.sandbox.backends import frames
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol, seccomp
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox, guest_config
 from nanorl.sandbox.base import MIB, SandboxFailure, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid

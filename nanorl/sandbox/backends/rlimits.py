@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import memory, protocol
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol
 from nanorl.sandbox.backends.box import ENVIRONMENT, PYTHON_FLAGS, Launch, guest_config
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid

