@@ -47,9 +47,9 @@ async def start_ranks(group: WorkerGroup[Any]) -> None:
 
 
 async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list[R]:
-    """Return the ranks' results, in order. Raises WorkerDied if a rank died, although its neighbours
-    may have failed first because of it; else the error of the first rank that failed, without
-    waiting for the others, which may never leave a collective that it left out."""
+    """Return the ranks' results, in order. Raises WorkerDied if a rank died, although its
+    neighbours may have failed first because of it; else the error of the first rank that failed,
+    without waiting for the others, which may never leave a collective that it left out."""
     try:
         return await asyncio.gather(*futures)
     except (TaskError, WorkerDied) as error:
