@@ -38,7 +38,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramStart:
-    """What a program starts with."""
+    """The command, surroundings and sandbox that a program starts with."""
 
     argv: list[str]
     environment: Mapping[str, str]
@@ -53,7 +53,7 @@ class ProgramStart:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """What became of it. `exit_code` is negative for a signal, None where it was ended."""
+    """The end of a program. `exit_code` is negative for a signal, None where it was ended."""
 
     exit_code: int | None
     reason: str = ""
@@ -286,8 +286,8 @@ class AgentProgram:
         )
 
     def _report(self) -> tuple[dict[str, Any], bytes]:
-        """What the guard reports; of one that was killed, by the program or for its memory, that it
-        was."""
+        """Read the guard's report and the answer. The report of one that was killed, by the program
+        or for its memory, says that it was."""
         data = b""
         with suppress(BlockingIOError, ConnectionError):
             while part := self._control.recv(2 * MAX_ANSWER_BYTES):

@@ -41,7 +41,7 @@ PARAMETERS = ("task", "client")
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """What an agent may know of its task: all that the policy may read, and never the answer."""
+    """The task as an agent may know it: all that the policy may read, and never the answer."""
 
     task_id: str
     messages: list[Message]

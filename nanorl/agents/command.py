@@ -137,7 +137,7 @@ class Command:
                 )
 
     def _readable(self, argv: Sequence[str]) -> list[Path]:
-        """What a sandboxed program sees beside its Python."""
+        """The paths that a sandboxed program sees beside its Python."""
         named = [Path(word) for word in argv[1:] if word.startswith("/")]
         return [*named, *(Path(one).absolute() for one in self.reads)]
 

@@ -47,7 +47,7 @@ Event = Said | Output
 
 @dataclass(kw_only=True)
 class Reply:
-    """What an agent did about one message of the person."""
+    """The turns in which an agent dealt with one message of the person, and what came of them."""
 
     model: str
     prompt: str

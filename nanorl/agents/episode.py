@@ -50,7 +50,7 @@ class Recorded(Protocol):
 
 
 class Names(NamedTuple):
-    """Which rollout of which group this is."""
+    """The names of a rollout and of its group."""
 
     group_id: str
     rollout_id: str
@@ -206,7 +206,7 @@ class Episode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the rollout, by name."""
+        """The metrics of the rollout, by name."""
         return self.context.builder.metrics
 
     def transcript(self) -> Transcript:

@@ -75,7 +75,7 @@ class QueueLoop:
             episode.score = as_score(result, METHOD)
 
     async def _collect(self, episode: Episode, exchange: _Exchange) -> Any:
-        """What the user's code returns; None too where it went on after the end."""
+        """Run the user's code and return its result; None too where it went on after the end."""
         assert episode.opening is not None, "the environment was reset"
         try:
             made = self.make()
@@ -161,7 +161,7 @@ class _Exchange:
 
 
 class _Steps:
-    """What the user's function sees of the environment."""
+    """The part of the environment that the user's function sees."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode

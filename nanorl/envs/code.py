@@ -81,7 +81,7 @@ class CodeKind:
         return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
-        """How the tool is told of and called, by any model."""
+        """The form in which any model is told of the tool and calls it."""
         return ToolChat(parser=self.form, description=self.form.system)
 
     def demonstrator(

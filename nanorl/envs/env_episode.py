@@ -145,7 +145,7 @@ class EnvEpisode:
         return None if self._chat is None else self._chat.parser
 
     async def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What a method of the environment says. Whatever it raises is not the policy's doing: the
+        """Ask a method of the environment. Whatever it raises is not the policy's doing: the
         rollout FAILED, is played again, and ends the run if that never helps."""
         try:
             said = method(*arguments)

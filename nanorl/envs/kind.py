@@ -69,7 +69,8 @@ class ShortKind:
         return EnvEpisode(env, bind_tools(self.tools, env), chat, services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
-        """How the model of `tokenizer` is told of the tools and calls them; None without any."""
+        """The form in which the model of `tokenizer` is told of the tools and calls them; None
+        where there are no tools."""
         if not self.tools:
             return None
         key = id(tokenizer)

@@ -238,7 +238,7 @@ def _filled(text: str, names: dict[str, str]) -> str:
 
 
 def _value(module: str, name: str, arguments: list[Any]) -> Any:
-    """What a call returns, as JSON has it; the module is one of the texts above."""
+    """Make a call and return its value, as JSON has it; the module is one of the texts above."""
     namespace: dict[str, Any] = {}
     exec(module, namespace)
     try:

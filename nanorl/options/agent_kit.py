@@ -54,7 +54,8 @@ class HidesFiles(Protocol):
 
 
 def run_scoring(config: RunConfig) -> ReportRules | None:
-    """Who may report rewards by HTTP; None: nobody. ValueError for a file that holds no key."""
+    """The rules by which rewards may be reported by HTTP; None: nobody may. ValueError for a file
+    that holds no key."""
     agent = config.agent
     if agent.scorer_key_file is None:
         return None
@@ -124,7 +125,7 @@ class AgentKit(Kit):
         super().__init__(self.kind.open, services, make_agent)
 
     async def close_loop(self) -> None:
-        """What belongs to the running event loop; `close` ends the rest."""
+        """Close what belongs to the running event loop; `close` ends the rest."""
         if self._endpoint is not None:
             await self._endpoint.close()
 
@@ -141,7 +142,7 @@ class AgentKit(Kit):
         return None if self._proxy is None else self._proxy.access
 
     def take_http_counts(self) -> dict[str, float]:
-        """What the recording proxy has done since the last call."""
+        """Count what the recording proxy has done since the last call."""
         counts = {} if self._proxy is None else self._proxy.take_counts()
         return {f"http/{name}": float(count) for name, count in counts.items()}
 

@@ -43,8 +43,7 @@ class EvaluationResult:
 
 
 def too_few(tasks: Sequence[Task], wanted: int) -> str:
-    """What to tell somebody who wanted more held-out tasks than there are; "" where there are as
-    many."""
+    """Tell somebody who wanted more held-out tasks than there are; "" where there are as many."""
     if len(tasks) >= wanted:
         return ""
     return (

@@ -45,7 +45,7 @@ class RunState:
 
     @property
     def is_changed(self) -> bool:
-        """Whether this process goes on with other options than the one before."""
+        """Say whether this process goes on with other options than the one before."""
         events = self.history.chosen()
         return bool(events) and any(computes(name) for name in events[-1]["changes"])
 

@@ -58,7 +58,7 @@ class AgentBox:
 
     @property
     def watch_bytes(self) -> int:
-        """What the guard has to watch, where the kernel does not."""
+        """The memory that the guard has to watch, in bytes; 0 where the kernel does."""
         return 0 if self._cgroup else self.memory_bytes
 
     @property
@@ -152,7 +152,7 @@ class AgentBox:
 
 
 def python_folders() -> list[Path]:
-    """Where this interpreter and its packages lie, without what comes with /usr."""
+    """The folders in which this interpreter and its packages lie, without what comes with /usr."""
     real = Path(sys.executable).resolve().parent.parent
     wanted = dict.fromkeys([Path(sys.prefix), Path(sys.base_prefix), real])
     folders = [one for one in wanted if not one.is_relative_to("/usr")]

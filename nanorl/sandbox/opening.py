@@ -44,7 +44,7 @@ class OpenPool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What was found on this machine."""
+        """The capabilities that were found on this machine."""
         return Capabilities(
             tier=TIER,
             isolates=ISOLATED[TIER],

@@ -87,7 +87,7 @@ class ActorRole(Generic[A]):
         return self._handle
 
     def status(self) -> RoleStatus:
-        """How the role is, as it last said itself."""
+        """The status of the role, as it last said itself."""
         return status_of(self.name, self.kind, self.state, self.num_restarts, self.answer)
 
     @property
@@ -214,8 +214,8 @@ async def getting_ready(
 def status_of(
     name: str, kind: RoleKind, state: RoleState, restarts: int, answer: Mapping[str, Any]
 ) -> RoleStatus:
-    """What a heartbeat's answer says of its role; one that was not heard yet is taken to be on
-    this machine."""
+    """Read the status of a role from a heartbeat's answer; one that was not heard yet is taken to
+    be on this machine."""
     metrics = dict(answer)
     pid, host = metrics.pop("pid", None), metrics.pop("host", None)
     return RoleStatus(
@@ -231,8 +231,8 @@ def status_of(
 
 @dataclass(frozen=True)
 class Pulse:
-    """How an actor is asked whether it still works: by a call of `heartbeat` every so many seconds,
-    each of which may take `hang_s`. `hear` is told the answers."""
+    """The way to ask an actor whether it still works: a call of `heartbeat` every `every_s`
+    seconds, each of which may take `hang_s`. `hear` is told the answers."""
 
     heartbeat: Callable[..., Any]
     every_s: float

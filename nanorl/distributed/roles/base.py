@@ -38,7 +38,7 @@ class RunEngine(ScoringEngine, Protocol):
     def load(self, path: Path) -> Mapping[str, Any]: ...
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each weight by its Hugging Face name (nanoengine/state/fingerprint.py)."""
+        """Each weight's fingerprint by Hugging Face name (nanoengine/state/fingerprint.py)."""
         ...
 
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
@@ -100,8 +100,8 @@ class Roles(Protocol):
         ...
 
     async def idle_shares(self) -> dict[str, float]:
-        """How much of the time since the last call the roles of each kind did not work, as
-        `idle_trainer`, `idle_replicas` and so on; nothing where all are in one process."""
+        """The shares of the time since the last call in which the roles of each kind did not work,
+        as `idle_trainer`, `idle_replicas` and so on; nothing where all are in one process."""
         ...
 
     async def trainer_death(self) -> str:

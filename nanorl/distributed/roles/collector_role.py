@@ -87,11 +87,11 @@ class CollectorRole(AgentCollector):
         return await self._warm_start.samples(step)
 
     async def take_playing(self) -> dict[str, float]:
-        """How many rollouts played at a time since the last call, and what the cache forgot."""
+        """Say how many rollouts played at a time since the last call, and what the cache forgot."""
         return self.concurrency.take_counts()
 
     async def take_http_counts(self) -> dict[str, float]:
-        """What the recording proxy has done since the last call; nothing where there is none."""
+        """Count what the recording proxy did since the last call; nothing where there is none."""
         return self.kit.take_http_counts()
 
     async def take_times(self) -> Mapping[str, list[RolloutTimes]]:

@@ -21,7 +21,7 @@ Ask = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """How those are asked that share the devices."""
+    """The calls by which those are asked that share the devices."""
 
     sleep: Ask
     """All replicas; their requests wait."""
@@ -32,7 +32,7 @@ class Hosts:
 
 
 class DeviceTurns:
-    """Who works now: the trainer, alone, or the replicas."""
+    """Decides who works now: the trainer, alone, or the replicas."""
 
     def __init__(self, hosts: Hosts | None) -> None:
         self._hosts = hosts

@@ -112,7 +112,7 @@ class InlineRoles:
         raise AssertionError("it never died")
 
     async def close_loop(self) -> None:
-        """What belongs to the running event loop; `close` ends the rest."""
+        """Close what belongs to the running event loop; `close` ends the rest."""
         store = self.store.close()
         with suppress(Exception):  # what it could not fold into its file stays beside it
             if store is not None:

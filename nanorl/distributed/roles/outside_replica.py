@@ -189,7 +189,7 @@ def version_of(label: object, url: str) -> int:
 
 
 def is_untouched(params: SamplingParams) -> bool:
-    """Whether tokens are drawn from the tempered distribution itself."""
+    """Say whether tokens are drawn from the tempered distribution itself."""
     is_cut = params.top_k != 0 or params.top_p != 1 or params.min_p != 0
     return not (is_cut or is_edited(params))
 
@@ -211,7 +211,7 @@ def shared_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _shown(raw: bytes) -> str:
-    """What an error says, whichever form it has."""
+    """The message of an error, whichever form it has: at most 300 characters."""
     try:
         told: Any = json.loads(raw)
     except ValueError:

@@ -153,8 +153,8 @@ class Places:
 
 
 def transport_kind(config: RunConfig, *, has_gpus: bool) -> Kind:
-    """How weights reach the replicas: as asked for, or the fastest way that reaches all of them.
-    `ValueError` for one that the placement does not allow."""
+    """Choose how weights reach the replicas: as asked for, or the fastest way that reaches all of
+    them. `ValueError` for one that the placement does not allow."""
     cluster, rollout = config.cluster, config.rollout
     is_shared = has_gpus and cluster.placement == "colocated"
     # Each process sees its own devices alone, so only the replica in bundle 0 sees rank 0's memory.

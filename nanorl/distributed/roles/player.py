@@ -45,7 +45,7 @@ class Player:
         )
 
     async def close_loop(self) -> None:
-        """What belongs to the running event loop; `close` ends the rest."""
+        """Close what belongs to the running event loop; `close` ends the rest."""
         await self.kit.close_loop()
         await self.generator.close()
 

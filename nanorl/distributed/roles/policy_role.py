@@ -141,7 +141,7 @@ class PolicyRank:
         return await self._work.run(self.engine.load, path)
 
     async def fingerprints(self) -> dict[str, str]:
-        """Of the whole weights; every rank takes part."""
+        """The fingerprints of the whole weights; every rank takes part."""
         return await self._work.run(self.engine.fingerprints)
 
     async def offload(self) -> None:
@@ -300,7 +300,8 @@ class RankedEngine:
 
 
 async def settled(group: WorkerGroup[PolicyRank], calls: Sequence[Future[Any]]) -> list[Any]:
-    """What the ranks return, in order; TrainerLost if one of them died, else the first error."""
+    """Wait for the ranks and return their results, in order; TrainerLost if one of them died, else
+    the first error."""
     try:
         return await results(group, calls)
     except WorkerDied as died:

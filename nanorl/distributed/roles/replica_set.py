@@ -102,7 +102,7 @@ class ReplicaSet:
 
     @property
     def _lasting_address(self) -> str:
-        """Where machines that join the cluster later find the driver; nobody joins our own."""
+        """The driver's address for machines that join the cluster later; nobody joins our own."""
         return node_address() if self._starter.config.cluster.address else meeting_address()
 
     def lent(self) -> AbstractAsyncContextManager[None]:

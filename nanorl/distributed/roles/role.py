@@ -22,7 +22,7 @@ class RoleLost(RuntimeError):  # noqa: N818 (named as what happened)
 
 
 class Role(Protocol[A_co]):
-    """What a run asks of a role. `A_co` is the class whose methods it takes."""
+    """The interface that a run asks of a role. `A_co` is the class whose methods it takes."""
 
     async def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a method, named as `Class.method`; returns what it returns, raises what it raises.

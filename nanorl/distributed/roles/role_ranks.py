@@ -27,7 +27,7 @@ the busier the machine. What a rank refuses (ValueError) is no such error."""
 
 
 class Rank(Protocol):
-    """What an actor is that runs one rank."""
+    """The interface of an actor that runs one rank."""
 
     async def open_store(self) -> MeetingPoint:
         """For rank 0: where the others find it, whichever machines they are on."""
@@ -47,9 +47,9 @@ async def start_ranks(group: WorkerGroup[Any]) -> None:
 
 
 async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list[R]:
-    """What the ranks return, in order. Raises WorkerDied if a rank died, although its neighbours
-    may have failed first because of it; else what the first rank raised that did, without waiting
-    for the others, which may never leave a collective that it left out."""
+    """Return the ranks' results, in order. Raises WorkerDied if a rank died, although its
+    neighbours may have failed first because of it; else the error of the first rank that failed,
+    without waiting for the others, which may never leave a collective that it left out."""
     try:
         return await asyncio.gather(*futures)
     except (TaskError, WorkerDied) as error:
@@ -61,7 +61,7 @@ async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list
 
 
 async def _first_death(group: WorkerGroup[Any], limit_s: float) -> str | None:
-    """Which rank died and how, if one did; waits a little for the news."""
+    """Say which rank died and how, if one did; waits a little for the news."""
     waiter = asyncio.ensure_future(_value(group.death))
     done, _ = await asyncio.wait([waiter], timeout=limit_s)
     if not done:

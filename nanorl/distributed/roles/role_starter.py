@@ -16,7 +16,7 @@ A = TypeVar("A")
 
 
 class RoleStarter:
-    """What roles of every kind are started with: the run's parts, processes, devices for them."""
+    """Holds what roles of every kind are started with: the run's parts, processes and devices."""
 
     def __init__(self, parts: Parts, scheduler: Scheduler, places: Places) -> None:
         self.parts, self.config = parts, parts.config

@@ -55,7 +55,7 @@ class _Place:
 
 @dataclass
 class _Totals:
-    """What happened since the router was made."""
+    """The counts of what happened since the router was made."""
 
     num_requests: int = 0
     num_finished: int = 0

@@ -100,7 +100,7 @@ class ScoringRoles:
             self._hear(answer)
 
     def critic_statuses(self) -> list[RoleStatus]:
-        """How the critic is, as it last said itself; nothing where there is none."""
+        """The status of the critic, as it last said itself; nothing where there is none."""
         if self._critic is None:
             return []
         state: RoleState = "ready" if self._critic_answer else "starting"

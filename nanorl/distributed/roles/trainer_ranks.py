@@ -167,7 +167,7 @@ class TrainerRanks:
                 self._answers[rank] = answer
 
     def statuses(self) -> list[RoleStatus]:
-        """How the ranks are, as they last said themselves."""
+        """The statuses of the ranks, as they last said themselves."""
         is_alive = self._group is not None and not self._group.death.is_done()
         state: RoleState = "ready" if is_alive else "starting"
         return [

@@ -31,7 +31,7 @@ class WorkThread:
         self._busy_since: float | None = None  # while a call runs
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returns or raises."""
+        """Run the function in the thread; returns what it returns, raises what it raises."""
         loop = asyncio.get_running_loop()
         self._num_open += 1
         try:

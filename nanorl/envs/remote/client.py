@@ -45,7 +45,7 @@ class ServerAwayError(InfrastructureError):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """What `--env-args` may say of a server."""
+    """The options of a server that `--env-args` may give."""
 
     api_key_file: str = ""
     """File with the key that the server wants; options are printed, so the key is none."""
@@ -210,7 +210,7 @@ class RemoteEnvironment:
 
 
 class _Line:
-    """How one server is called. InfrastructureError for whatever brings no answer of its kind."""
+    """The line to one server. InfrastructureError for whatever brings no answer of its kind."""
 
     def __init__(self, address: str, options: RemoteOptions) -> None:
         parts = urlsplit(address)

@@ -341,7 +341,7 @@ async def _let_go(env: Environment) -> None:
 
 
 def _explained(error: Exception, call_s: float) -> ApiError:
-    """What the client is told."""
+    """Turn an error into what the client is told."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HungUpError):

@@ -33,7 +33,7 @@ class _Wire(BaseModel):
 
 
 class ServerInfo(_Wire):
-    """What a run has to know of the environment before it begins."""
+    """The facts that a run has to know of the environment before it begins."""
 
     name: str
     loop: str

@@ -114,7 +114,7 @@ class AlphabetSort(Env):
 
 
 def _question(names: list[str], key: str, number: int) -> str:
-    """What a turn is asked; `number` counts from 0."""
+    """The question of a turn; `number` counts from 0."""
     listed = ", ".join(names)
     if number == 0:
         return (

@@ -150,7 +150,7 @@ class ReasoningGym(Env):
 
 
 class FamilyOptions:
-    """Which families, and their options; it makes their datasets, in any process."""
+    """The families that are asked for and their options; makes their datasets in any process."""
 
     def __init__(
         self, families: Sequence[str], level: int | None, options: Mapping[str, Any]

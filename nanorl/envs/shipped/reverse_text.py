@@ -70,7 +70,7 @@ class ReverseText(Env):
         return self.done(answer=answer)
 
     def score(self, transcript: Transcript) -> float:
-        """How alike the answer is to the text from its end."""
+        """Score how alike the answer is to the text from its end."""
         return lcs_ratio(transcript.answer or "", self.task.answer)
 
     def teacher(self, observations: Sequence[str], rng: random.Random) -> str:

@@ -128,7 +128,7 @@ class Library:
 
     @cached_property
     def questions(self) -> Mapping[int, Sequence[Question]]:
-        """Of the generated corpus, by the number of documents that they need."""
+        """The questions of the generated corpus, by the number of documents that they need."""
         return {hops: Town(self._seed).questions(hops) for hops in (1, 2)}
 
     @cached_property

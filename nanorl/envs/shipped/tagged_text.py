@@ -14,8 +14,8 @@ _CELLS = 1_000_000
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What stands between `<tag>` and `</tag>`, without blanks at its ends; None unless the text
-    has exactly one such pair."""
+    """The text between `<tag>` and `</tag>`, without blanks at its ends; None unless the text has
+    exactly one such pair."""
     marks = list(re.finditer(rf"<(/?){re.escape(tag)}>", text))
     if [mark.group(1) for mark in marks] != ["", "/"]:
         return None

@@ -69,7 +69,7 @@ _MENDABLE = (ValueError, OSError, CheckpointError, InfrastructureError, SandboxU
 
 @dataclass(kw_only=True)
 class Checkup:
-    """What was found, the worst first."""
+    """The findings, the worst first, and the rollouts that were played for them."""
 
     findings: list[Finding] = field(default_factory=list)
     played: list[tuple[Task, Rollout]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Checkup:
         return verdict(self.findings)
 
     def summary(self) -> str:
-        """What was played and what came of it, in a line or two."""
+        """Say what was played and what came of it, in a line or two."""
         if not self.played:
             return "nothing was played to its end"
         rollouts = [rollout for _, rollout in self.played]
@@ -161,7 +161,8 @@ def _in_one_process(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _not_made(error: Exception) -> Finding:
-    """What the run would end with before it begins. Its message says what mends it."""
+    """The finding for an error with which the run would end before it begins. The error's message
+    says what mends it."""
     if isinstance(error, SandboxUnavailable):
         return Finding(
             name="no_sandbox",
@@ -299,7 +300,7 @@ class _Examination:
                 self.checkup.played.append((task, result))
 
     async def _silence(self, player: Player, task: Task) -> None:
-        """Whether being cut off is worth more than playing. A command is not run for it."""
+        """See whether being cut off is worth more than playing. A command is not run for it."""
         if self.config.agent.command:
             return
         try:
@@ -350,7 +351,7 @@ class _Examination:
             self.traces.append(trace)
 
     def _judge(self) -> None:
-        """What the rollouts and the traces say, and one of them for the reader."""
+        """Add what the rollouts and the traces say, and choose one rollout for the reader."""
         checkup, played = self.checkup, self.checkup.played
         groups: dict[str, list[Rollout]] = {}
         for _, rollout in played:
@@ -379,5 +380,5 @@ class _Examination:
 
 
 def _described(error: Exception) -> str:
-    """What was raised, and the line of the user's code that led to it."""
+    """Describe what was raised, and the line of the user's code that led to it."""
     return f"{type(error).__name__}: {error}{where_raised(error)}"

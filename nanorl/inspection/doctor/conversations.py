@@ -63,7 +63,7 @@ def call(number: int, a: int = 17, b: int = 25) -> Message:
 
 
 def result(number: int, content: str) -> Message:
-    """What came of the call of that number."""
+    """The tool's message that answers the call of that number."""
     return {"role": "tool", "tool_call_id": client_id(number), "content": content}
 
 

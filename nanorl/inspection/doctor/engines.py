@@ -22,7 +22,7 @@ _VERSION_LIMIT_S = 30
 
 
 def examine_engines() -> dict[str, Any]:
-    """What PyTorch is, which GPUs it reaches, and which path multiplies in each dtype."""
+    """Say which PyTorch this is, which GPUs it reaches, and which path multiplies in each dtype."""
     import torch
 
     cuda = torch.version.cuda
@@ -60,7 +60,7 @@ def _compiler() -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """Whether the C++ kernels are there, why not, and the path of a product in each dtype."""
+    """Say whether the C++ kernels are there, why not, and the path of a product in each dtype."""
     import torch
 
     from kernels.cpp import ops
@@ -78,7 +78,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def product_path(dtype: Any) -> str:
-    """What multiplies a weight of this torch dtype on the CPU, in words."""
+    """Name what multiplies a weight of this torch dtype on the CPU, in words."""
     import torch
 
     from kernels.linear import is_native, is_packable

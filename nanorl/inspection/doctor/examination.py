@@ -42,7 +42,7 @@ class Examination:
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all sections, the worst first."""
+        """The findings of all sections, the worst first."""
         return in_order(one for section in self.sections for one in section.findings)
 
     @property
@@ -170,7 +170,7 @@ def _sandbox_answer(answer: Mapping[str, Any], problem: str) -> Mapping[str, Any
 
 
 def sandbox_section(answers: Mapping[str, Mapping[str, Any]]) -> Section:
-    """Which sandboxes hold; `answers` has walls.py's for each, the preferred one first."""
+    """Say which sandboxes hold; `answers` has walls.py's for each, the preferred one first."""
     facts = {
         name: "holds" if answer["holds"] else f"does not hold: {answer['reason']}"
         for name, answer in answers.items()

@@ -14,7 +14,7 @@ NO_LIMIT = 1 << 62
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available, or a cgroup's limit leaves where that is less.
+    """The memory that is available, or that a cgroup's limit leaves where that is less, in bytes.
 
     Read from /proc and /sys/fs/cgroup under `root`, of either version. A cgroup's page cache that
     is not in use counts as free, as it does in MemAvailable.

@@ -25,7 +25,7 @@ LONG_H = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What was measured. Tokens a second."""
+    """The measured speeds, in tokens a second."""
 
     sampled: float
     forward: float
@@ -33,7 +33,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Minutes:
-    """Of the parts of a run."""
+    """The minutes that the parts of a run take."""
 
     rollouts: float
     training: float

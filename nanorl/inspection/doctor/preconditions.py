@@ -224,5 +224,5 @@ def free_disk_bytes(folder: Path) -> int:
 
 
 def _content(task: Task) -> str:
-    """What makes two tasks the same, whatever their ids and splits are."""
+    """An id of what makes two tasks the same, whatever their ids and splits are."""
     return content_id(task.kind, task.prompt, task.answer, task.files, task.data)

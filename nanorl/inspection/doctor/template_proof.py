@@ -43,7 +43,7 @@ _ROOM = Limits(max_turns=99, max_turn_tokens=1 << 20, max_context_tokens=1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What came of one conversation."""
+    """The outcome of one conversation."""
 
     name: str
     outcome: Outcome
@@ -71,7 +71,7 @@ class _BrokenTurnError(Exception):
 
 
 def prove(tokenizer: ChatTokenizer) -> list[Proof]:
-    """What comes of each conversation with this tokenizer and its chat templates."""
+    """Play each conversation with this tokenizer and its chat templates; returns the outcomes."""
     peer = _peer(tokenizer)
     return [prove_one(tokenizer, one, peer) for one in conversations()]
 
@@ -79,7 +79,8 @@ def prove(tokenizer: ChatTokenizer) -> list[Proof]:
 def prove_one(
     tokenizer: ChatTokenizer, conversation: ProofChat, peer: Encode | None = None
 ) -> Proof:
-    """What comes of one conversation; `peer` encodes a prompt in another implementation."""
+    """Play one conversation and return what came of it; `peer` encodes a prompt in another
+    implementation."""
     outcome: Outcome = "exact"
     where = ""
     try:
@@ -187,8 +188,8 @@ class _Play:
         self._compare(self.messages[:end], self.served(self.messages[:end]))
 
     def _said(self, place: int, end: int) -> list[int]:
-        """What the policy says: what stands in the place of the turn in the served prompt, if that
-        is how the rollout goes on; else the turn in words, and its end."""
+        """The ids that the policy says: what stands in the place of the turn in the served prompt,
+        if that is how the rollout goes on; else the turn in words, and its end."""
         turn = self.messages[place]
         self._is_ours = True
         try:
@@ -205,7 +206,7 @@ class _Play:
         return [*self._words(turn), after[0]]
 
     def _after(self, place: int, end: int) -> list[int]:
-        """What stands behind the turn at `place` in the served prompt, its end first."""
+        """The ids that stand behind the turn at `place` in the served prompt, its end first."""
         whole = self.form.opening(self.messages[:end])
         answer = len(self.form.written(self.messages[place + 1 : end]))
         split = len(whole) - answer
@@ -320,7 +321,7 @@ def _place_of(tokenizer: ChatTokenizer, text: str, num_tokens: int) -> int:
 
 
 def _refusal(tokenizer: ChatTokenizer, error: ValueError) -> str:
-    """What was refused, with the text of the template's line."""
+    """Say what was refused, with the text of the template's line."""
     number = None if error.__cause__ is None else line_of(error.__cause__)
     if number is None or tokenizer.templates is None:
         return str(error)

@@ -167,7 +167,7 @@ def no_end_of_turn(evidence: Evidence) -> Finding | None:
 
 
 def _to_end_turns(evidence: Evidence) -> str:
-    """What mends turns without an end. Whoever has a chat template is a chat model already."""
+    """The remedy for turns without an end. A model with a chat template is a chat model already."""
     teach = "show how a turn ends by a few supervised steps (Env.teacher, --warm-start.steps)"
     if evidence.tokenizer.chat_template is None:
         return f"take a chat model (an -Instruct one), or {teach}"
@@ -419,8 +419,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def rollout_findings(evidence: Evidence) -> list[Finding]:
-    """What all checks of rollouts find. Where no turn ever ends, that is all there is to say of
-    turns that were cut off and calls that nobody made."""
+    """The findings of all checks of rollouts. Where no turn ever ends, that is all there is to say
+    of turns that were cut off and calls that nobody made."""
     found = in_order(check(evidence) for check in CHECKS)
     if not {one.name for one in found} & {"no_end_of_turn", "other_stop_token"}:
         return found
@@ -462,7 +462,7 @@ class RunAlarms(RunObserver):
         groups: Sequence[Sequence[Rollout]],
         failed: Sequence[Rollout],
     ) -> list[str]:
-        """What is to be said after a step: often nothing."""
+        """Return what is to be said after a step: often nothing."""
         evidence = Evidence(
             config=self._config,
             groups=groups,

@@ -12,7 +12,8 @@ MOST_CHARS = 160  # of what a model or somebody's code wrote
 
 
 class Severity(IntEnum):
-    """How bad it is: the run cannot work, will probably disappoint, or is as it should be known."""
+    """The severity of a finding: the run cannot work, will probably disappoint, or has something
+    that its user should know."""
 
     ERROR = 0
     WARNING = 1

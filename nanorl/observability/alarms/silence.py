@@ -50,7 +50,7 @@ def silence_pays(rollouts: Sequence[Rollout]) -> Finding | None:
 
 
 def _is_clearly_more(these: Sequence[float], those: Sequence[float]) -> bool:
-    """Whether the first mean is higher, beyond luck."""
+    """Say whether the first mean is higher, beyond luck."""
     if min(len(these), len(those)) < LEAST_OF_EACH or not all(map(math.isfinite, (*these, *those))):
         return False
     gap = fmean(these) - fmean(those)
@@ -71,7 +71,7 @@ async def rehearse_silence(kit: AgentKit, task: Task) -> tuple[Rollout, Rollout]
 
 
 def rehearsed_silence(silent: Rollout, playing: Rollout) -> Finding | None:
-    """What the two episodes say. Nothing where either failed."""
+    """The finding that silence pays, by two episodes; None if it does not, or if either failed."""
     if Status.FAILED in (silent.status, playing.status):
         return None
     if not silent.total_reward > playing.total_reward:

@@ -72,8 +72,8 @@ class StoreAddress:
 
 
 def training_store(folder: Path, store: str) -> str:
-    """Where the run in `folder`, whose option `store` is, keeps the rollouts of RL. ValueError if
-    none was stored yet."""
+    """The address at which the run in `folder`, whose option `store` is, keeps the rollouts of RL.
+    ValueError if none was stored yet."""
     file = folder / TRAINING_FILE
     if store:
         from nanorl.trust import require  # here: a store knows nothing of options

@@ -20,7 +20,7 @@ _OWNER = re.compile(r"[0-9a-f]{32}")
 
 
 def is_local(address: str) -> bool:
-    """Whether the address is one of this machine's files, which fsspec reads as they are."""
+    """Say whether the address is one of this machine's files, which fsspec reads as they are."""
     scheme, separator, _ = address.partition("://")
     return "::" not in address and (not separator or scheme == "file")
 
@@ -75,7 +75,7 @@ class BlobFolder:
             raise self._error("remove", name, error) from error
 
     def sizes(self) -> dict[str, int]:
-        """Of all blobs, by name."""
+        """The sizes of all blobs in bytes, by name."""
         found: dict[str, Any] = self._files.find(self._root, detail=True)
         named = {path.rpartition("/")[2]: about for path, about in found.items()}
         return {name: about["size"] for name, about in named.items() if _NAME.fullmatch(name)}

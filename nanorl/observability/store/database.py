@@ -109,13 +109,13 @@ class Database(Protocol):
         """Add rows, none of which is there."""
 
     def schema_version(self) -> int:
-        """Of the tables that are there; 0: none."""
+        """The schema version of the tables that are there; 0: there are none."""
 
     def create_tables(self) -> None:
         """Make TABLES and INDEXES and set the schema version."""
 
     def used_bytes(self) -> int:
-        """What tables and indexes take up, without what is free for new rows."""
+        """The bytes that tables and indexes take up, without what is free for new rows."""
 
     def vacuum(self) -> None:
         """Hand space that became free back to the disk."""

@@ -54,8 +54,8 @@ SELECT id FROM running WHERE coalesce(before, 0) < ? ORDER BY worth, id
 
 
 def worths(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """What each is worth among the others of its group: a rank of the list above, without what only
-    the whole store tells."""
+    """Rank each rollout, by its id, among the others of its group: a rank of the list above,
+    without what only the whole store tells."""
     groups: defaultdict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)

@@ -105,7 +105,7 @@ class Filter:
         return Filter((*self.conditions, *other.conditions))
 
     def sql(self) -> RowSource:
-        """How to find the rollouts `r`, each once."""
+        """Write the SQL that finds the rollouts `r`, each once."""
         of_turns = [one for one in self.conditions if _is_of_a_turn(one)]
         rollouts = [_sql(one) for one in self.conditions if not _is_of_a_turn(one)]
         source, number = "rollouts r", "r.id"

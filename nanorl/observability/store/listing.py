@@ -29,7 +29,7 @@ _OUTCOMES = (
 
 
 class Tally(NamedTuple):
-    """How many rollouts of a kind in a step there are, and what came of them."""
+    """The number of rollouts of a kind in a step, and what came of them."""
 
     kind: str
     step: int
@@ -54,7 +54,7 @@ def find_page(
 
 
 def count_outcomes(db: Database) -> list[Tally]:
-    """What came of the rollouts, by step and kind."""
+    """Count what came of the rollouts, by step and kind."""
     counts = ", ".join(f"count(*) FILTER (WHERE {one})" for one in _OUTCOMES)
     sql = f"SELECT kind, step, count(*), {counts} FROM rollouts GROUP BY kind, step"
     return [Tally(*row) for row in db.query(f"{sql} ORDER BY step, kind")]

@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class Filed(NamedTuple):
-    """Where a rollout belongs, which it does not know itself."""
+    """The place of a rollout in the store, which it does not know itself."""
 
     step: int
     version: int | None
@@ -212,7 +212,7 @@ def in_order(sequences: Sequence[Branch]) -> list[Branch]:
 
 
 def has_failed(metrics: Mapping[str, float]) -> bool:
-    """Whether a call of the turn failed, by what the environment counted in it: it could not be
+    """Say whether a call of the turn failed, by what the environment counted in it: it could not be
     read, was refused, ended with an error, or its program ended in another way than `ok`."""
     for name, value in metrics.items():
         if value > 0 and name.startswith(_FAILURES) and name != "num_exec_ok":

@@ -19,7 +19,7 @@ class Duplicates:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """What a store holds."""
+    """The numbers of what a store holds."""
 
     num_rollouts: int
     num_tokens: int

@@ -289,7 +289,7 @@ class RolloutStore:
         return found[0]
 
     def tally(self) -> list[Tally]:
-        """What came of the rollouts, by step and kind."""
+        """Count what came of the rollouts, by step and kind."""
         return self._db.read(partial(count_outcomes, self._db))
 
     def steps(self) -> set[int]:
@@ -298,7 +298,7 @@ class RolloutStore:
         return {int(row[0]) for row in self._db.read(lambda: self._db.query(sql))}
 
     def count(self, where: Filter = EVERY) -> int:
-        """How many rollouts a slice has."""
+        """Count the rollouts of a slice."""
         chosen = where.sql()
         sql = f"SELECT count(*) {chosen.source}"
         return int(self._db.read(lambda: self._db.query(sql, chosen.values))[0][0])
@@ -339,7 +339,7 @@ class RolloutStore:
         return find_duplicates(self._db, limit)
 
     def stats(self) -> StoreStats:
-        """How much there is of what."""
+        """Count what the store holds."""
         return read_stats(self._db)
 
     # -- forgetting --------------------------------------------------------------------------------

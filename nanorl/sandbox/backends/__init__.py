@@ -75,7 +75,7 @@ def open_sandbox(
 
 
 def _instead_of_bwrap(name: str, spec: SandboxSpec, refusal: SandboxUnavailable) -> str:
-    """What `auto` takes where bubblewrap has refused; whoever named bubblewrap is refused."""
+    """The back end for `auto` where bubblewrap refused; whoever named bubblewrap is refused."""
     from nanorl.sandbox.choice import second_choice
 
     if name == "bwrap":

@@ -391,7 +391,7 @@ def _wake_up(now_s: float, entropy: bytes) -> None:
 
 
 def _be_expendable() -> None:
-    """Where memory runs out the kernel takes the program, not the server."""
+    """Offer this program to the kernel: where memory runs out it goes, not the server."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -473,7 +473,7 @@ def main(config: Mapping[str, Any]) -> NoReturn:
 
 
 def _end_all() -> None:
-    """Where this is an init, all that is left dies with it; elsewhere this kills it."""
+    """Kill all that is left below this process, which would die with it only if it were an init."""
     deadline = time.monotonic() + _CLEAN_LIMIT_S
     while (alive := _descendants()) and time.monotonic() < deadline:
         _signal_all(alive, signal.SIGKILL)

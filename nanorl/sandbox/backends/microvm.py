@@ -89,7 +89,7 @@ class MicrovmBackend:
         return qemu, image
 
     def _sized(self) -> int:
-        """What programs may have, and what the files take that lie in the machine's memory."""
+        """The machine's memory, in bytes: what programs may have, and what the files in it take."""
         whole = self.spec.memory_bytes + _KERNELS_BYTES + 5 * (self.image / "initrd").stat().st_size
         return -(-whole // MIB) * MIB
 

@@ -91,7 +91,7 @@ class RlimitsBackend:
         )
 
     def _fences(self, folder: Path) -> dict[str, Any]:
-        """What stronger back ends tell the guest besides."""
+        """The settings that stronger back ends tell the guest besides."""
         return {}
 
     def _folder(self, uid: int) -> Path:
@@ -141,7 +141,7 @@ def _is_populated(group: memory.WorkerCgroup) -> bool:
 
 
 def _kill_user(uid: int) -> bool:
-    """Whether there was anything to kill; zombies are somebody else's to bury."""
+    """Kill all processes of a user; True if there were any. Zombies are somebody else's to bury."""
     was_any = False
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

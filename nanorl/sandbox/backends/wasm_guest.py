@@ -260,9 +260,9 @@ class WasmServer(GuestServer):
             job.outputs[self._changes.descriptor] = _CHANGES
 
     def _take_changes(self, reader: frames.FrameReader, deadline: float) -> bool:
-        """Whether there will be no more. One reading and no longer than until `deadline`: a program
-        may change faster than can be followed. A fork that says what cannot be is not listened to.
-        """
+        """Take in the changes that a fork tells; True if there will be no more. It reads once, and
+        no longer than until `deadline`: a program may change faster than can be followed. A fork
+        that says what cannot be is not listened to."""
         try:
             is_filled = False
             while time.monotonic() < deadline:

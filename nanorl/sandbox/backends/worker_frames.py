@@ -31,7 +31,7 @@ class BoxChannelError(Exception):
 
 
 class JobOrder(NamedTuple):
-    """What the guest is to do: protocol.GO taken apart, and the rest."""
+    """The order that the guest is to carry out: protocol.GO taken apart, and the rest."""
 
     run_id: bytes
     limit_s: float

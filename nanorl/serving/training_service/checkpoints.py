@@ -59,7 +59,7 @@ class TinkerPath:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a checkpoint is of, and what its owner wrote on it. Times are seconds since 1970."""
+    """The facts of a checkpoint, and what its owner wrote on it. Times are seconds since 1970."""
 
     base_model: str
     lora: dict[str, Any] | None = None
@@ -76,7 +76,7 @@ class CheckpointStore:
         self.root = make_root(root)
 
     def folder(self, path: TinkerPath) -> Path:
-        """Where a path lies, whether it is there or not. `ValueError` if a link leads out."""
+        """The folder of a path, whether it is there or not. `ValueError` if a link leads out."""
         folder = self.root / path.run / path.kind / path.name
         if not folder.resolve().is_relative_to(self.root):
             raise ValueError(f"path {path}: leads out of the service's folder")
@@ -172,12 +172,12 @@ def make_root(root: Path) -> Path:
 
 
 def client_folder(root: Path, client: str) -> Path:
-    """Where the checkpoints of a client lie: no RUN begins with the sign."""
+    """The folder in which the checkpoints of a client lie: no RUN begins with its sign, the "@"."""
     return root / f"@{client}" if client else root
 
 
 def _aside(folder: Path) -> Path:
-    """Where a checkpoint waits to be removed; no path leads there."""
+    """The place where a checkpoint waits to be removed; no path leads there."""
     return folder.with_name(f".gone-{os.getpid()}-{folder.name}")
 
 

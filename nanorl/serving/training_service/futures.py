@@ -28,7 +28,7 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True)
 class FutureAnswer:
-    """What a future becomes: a body, and what it is written in."""
+    """The answer that a future becomes: a body, and the media type that it is written in."""
 
     body: bytes
     media_type: str = "application/json"
@@ -154,7 +154,8 @@ async def _refused() -> FutureAnswer:
 
 
 async def _answered(name: str, work: Work) -> FutureAnswer:
-    """What went wrong is an answer too: a later request of the model must not be held up by it."""
+    """Do the work and answer. An error is an answer too: a later request of the model must not be
+    held up by it."""
     try:
         return await work()
     except (ValueError, CheckpointError, NonFiniteLoss) as error:

@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 class ClientKeys:
-    """Whose a key is. The client without a name is ''."""
+    """Tells whose a key is. The client without a name is ''."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """`keys` by the names of their clients."""

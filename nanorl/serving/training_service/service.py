@@ -383,13 +383,13 @@ class TrainingService:
 
 
 def lora_facts(record: Record) -> dict[str, Any]:
-    """What the client is told of an adapter."""
+    """The facts of an adapter that the client is told."""
     lora = record.lora or {}
     return {"is_lora": record.lora is not None, "lora_rank": lora.get("rank")}
 
 
 def _shape(record: Record) -> dict[str, Any] | None:
-    """What decides which tensors an adapter has: not the seed that it began with."""
+    """The options that decide which tensors an adapter has: not the seed that it began with."""
     return record.lora and {name: one for name, one in record.lora.items() if name != "seed"}
 
 

@@ -289,7 +289,7 @@ async def _read_raw(request: Request, max_bytes: int) -> bytes:
 
 
 def _to_api_error(error: Exception) -> ApiError:
-    """What the client is told. What is not its doing is logged."""
+    """Turn an error into what the client is told. What is not its doing is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HungUpError):

@@ -74,8 +74,8 @@ class ServiceConfig(ServiceOptions):
 
     @property
     def base_name(self) -> str:
-        """What the service calls it: a hub's name, from which clients get the tokenizer, else the
-        path of the folder, from which they do as well."""
+        """The name by which the service calls the model: a hub's, from which clients get the
+        tokenizer, else the path of the folder, from which they do as well."""
         for name in self.names:
             if name.count("/") == 1 and not Path(name).expanduser().exists():
                 return name

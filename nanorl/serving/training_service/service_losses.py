@@ -51,8 +51,8 @@ are weighed and rewards become advantages is the client's."""
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a loss reads of each position, with the default of what a client may leave out (None:
-    it may not), and its sum over a micro-batch."""
+    """The columns that a loss reads of each position, with the default of what a client may leave
+    out (None: it may not), and its sum over a micro-batch."""
 
     columns: Mapping[str, float | None]
     sum_of: Callable[[Tensor, MicroBatch], Tensor]

@@ -137,7 +137,7 @@ def write_forward_backward(logps: Sequence[Sequence[float]], metrics: Mapping[st
 
 @dataclass(frozen=True, kw_only=True)
 class SampleWishes:
-    """What a sample request wants beside tokens and their log-probs."""
+    """The wishes of a sample request beside tokens and their log-probs."""
 
     prompt_logps: bool = False
     last_n: int | None = None

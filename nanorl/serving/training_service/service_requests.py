@@ -25,7 +25,7 @@ class Body(BaseModel):
 
 
 class Anything(BaseModel):
-    """What is accepted and dropped: telemetry, the client's version."""
+    """The fields that are accepted and dropped: telemetry, the client's version."""
 
 
 class CreateSession(Body):

@@ -27,7 +27,7 @@ class ServiceServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it listens; valid once it has `started`."""
+        """The URL at which it listens; valid once it has `started`."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
