@@ -20,8 +20,8 @@ Quantization = Literal["none", "fp8", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """The most that a step of the engine may hold. 0: chosen for the model's device: 512 tokens and
-    64 sequences on a CPU, 8192 and 256 on a GPU."""
+    """The most that a step of the engine may hold. 0 lets the model's device decide: 512
+    tokens and 64 sequences on a CPU, 8192 and 256 on a GPU."""
 
     max_batch_tokens: int = 0
     """Tokens of one engine step, decodes and prefill chunks together; 0: chosen for the device."""

@@ -147,8 +147,8 @@ def configured(model: str | None, env: Any, options: Mapping[str, Any]) -> tuple
 
 
 def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
-    """Put the environment into the config by its name, and say whether it goes along as an
-    object."""
+    """Put the environment's name into the config, and return with it the object that goes along;
+    None where the name is enough."""
     if env is None:
         return config, None
     if config.cluster.backend == "inline":

@@ -183,8 +183,8 @@ class FamilyLayer(DecoderLayer):
         return None if norm is None else super()._recipe(residual_TE, norm)
 
     def _written(self, x_TE: Tensor, norm: Tensor | None) -> Tensor:
-        """The output of attention or MLP as it is added to the residual stream: normed and
-        scaled."""
+        """The output of attention or MLP as it is added to the residual stream, normed and scaled
+        where the family does so."""
         if norm is not None:
             x_TE = self.rms.rows(x_TE, norm)
         return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier

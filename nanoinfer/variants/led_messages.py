@@ -124,8 +124,8 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a value that JSON does not know by itself into one that it does: a grammar, and numpy's
-    numbers."""
+    """Turn a value that JSON does not know by itself, a grammar or a number of numpy's, into one
+    that it does. TypeError for any other."""
     if isinstance(value, Grammar):
         return _fields(value)
     if isinstance(value, Integral):

@@ -38,7 +38,7 @@ class GroupBatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Counts of the groups that did not fit, by fault and by what was done with them, and of
+        """The numbers of groups that did not fit, by fault and by what was done with them, and of
         the sampled tokens that this cost."""
         counts = {f"groups_{fault}": float(self.faults[fault]) for fault in FAULTS}
         return counts | {

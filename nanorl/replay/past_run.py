@@ -99,7 +99,7 @@ class PastRun:
         return self._store(chosen).task(chosen.entry.task_id)
 
     def token_stats(self, chosen: Chosen) -> TokenStats | None:
-        """The trainer's numbers on its tokens; None where no step was trained on it."""
+        """The trainer's numbers on its tokens; None where no step trained on it."""
         return self._store(chosen).token_stats(chosen.entry.rollout_id)
 
     def sampling(self, chosen: Chosen, config: RunConfig) -> SamplingParams:
@@ -168,7 +168,7 @@ class PastRun:
 
     @cached_property
     def rl_steps_done(self) -> int | None:
-        """The number of RL steps before the evaluations after RL; None while RL goes on."""
+        """The number of RL steps done when RL ended; None while RL goes on."""
         folders = list_checkpoints(self.folder / "checkpoints")
         cursor = self._cursor(folders[-1]) if folders else None
         return cursor.rl_steps if cursor is not None and cursor.phase in AFTER_RL else None

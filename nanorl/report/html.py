@@ -140,7 +140,7 @@ def outcome_section(summary: Mapping[str, Any]) -> str:
 
 def _missing(records: Sequence[str]) -> str:
     """A paragraph on the records that the page cannot show, because the run's folder has lost
-    it."""
+    them."""
     if not records:
         return ""
     items = "".join(f"<li>{text(one)}</li>" for one in records)
