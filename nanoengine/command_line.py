@@ -90,7 +90,7 @@ def _reader_left() -> bool:
 
 
 def program() -> str:
-    """The word that calls `nanorl` here: by its name where that finds it, else by its path."""
+    """The command that calls `nanorl` here: its name where that finds it, else its path."""
     script = Path(sys.executable).with_name("nanorl")
     found = shutil.which("nanorl")
     if found is not None and Path(found).absolute() == script.absolute():

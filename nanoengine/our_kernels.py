@@ -58,7 +58,7 @@ def _mend() -> str:
 
 
 def _installed_from() -> str:
-    """The argument that makes pip install ours: the checkout, or what it was installed from."""
+    """The arguments that make pip install ours: the checkout, or what it was installed from."""
     from importlib import metadata  # here: `import nanorl` needs it for nothing else
 
     if (ROOT / "setup.py").is_file():

@@ -68,7 +68,7 @@ _TEKKEN_WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """The cuts that a byte-level tokenizer makes in a text before it merges."""
+    """The treatment of a text by a byte-level tokenizer before it merges."""
 
     words: str = ""
     """The pattern of a word; "" is that of GPT-2."""

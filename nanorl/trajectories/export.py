@@ -224,7 +224,7 @@ def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory
 
 
 def agent_info(config: RunConfig) -> AgentInfo:
-    """The player of a run."""
+    """The agent that plays in a run."""
     return AgentInfo(
         name=config.agent.loop or config.env or config.preset,
         version=own_version(),
