@@ -62,11 +62,12 @@ class Environment:
 
 
 class Policy:
-    """One model in two engines: one trains it, the other samples from it."""
+    """One model that two engines read, in turns: one trains it, one samples."""
 
     def __init__(self) -> None:
-        self.trainer = Engine(self.new_model(), EngineConfig(lr=3e-3, share_prefix=True))
-        self.sampler = LLMEngine(self.new_model(), InferConfig(num_blocks=512, eos_ids=(0,)))
+        model = self.new_model()
+        self.trainer = Engine(model, EngineConfig(lr=3e-3, share_prefix=True))
+        self.sampler = LLMEngine(model, InferConfig(num_blocks=512, eos_ids=(0,)))
         self.version = 0
 
     @staticmethod
@@ -82,7 +83,7 @@ class Policy:
 
     def publish(self) -> None:
         self.version += 1
-        self.sampler.update_weights(self.trainer.export_state(), version=self.version)
+        self.sampler.adopt_weights(version=self.version)
 
     def act(self, histories: list[list[int]], seed: int) -> list[Output]:
         turns = [SamplingParams(max_tokens=MOST, seed=seed + i) for i in range(len(histories))]

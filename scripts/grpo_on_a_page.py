@@ -45,8 +45,9 @@ def to_rollout(step: int, task: int, member: int, prompt: list[int], output: Out
 
 def train(steps: int = STEPS) -> list[dict[str, float]]:
     """Returns the reward, gradient norm and log-prob gap of every step."""
-    trainer = Engine(new_model(), EngineConfig(lr=1e-2, share_prefix=True))
-    sampler = LLMEngine(new_model(), InferConfig(num_blocks=256, eos_ids=()))
+    model = new_model()  # both engines read it: they take turns
+    trainer = Engine(model, EngineConfig(lr=1e-2, share_prefix=True))
+    sampler = LLMEngine(model, InferConfig(num_blocks=256, eos_ids=()))
     algorithm = GRPO()  # AlgorithmSpec(advantage="dr_grpo") is another, and so on
     history = []
     for step in range(steps):
@@ -62,7 +63,7 @@ def train(steps: int = STEPS) -> list[dict[str, float]]:
             break
         result = trainer.train_step(batch.samples, batch.loss_fn)
         gap = logp_gap(batch.samples, trainer.last_logps)["logp_gap_max"]
-        sampler.update_weights(trainer.export_state(), version=step + 1)
+        sampler.adopt_weights(version=step + 1)
         reward, grad_norm = batch.metrics["reward"], result["grad_norm"]
         print(f"step {step:2d}  reward {reward:.2f}  grad norm {grad_norm:.2f}  log-prob gap {gap}")
         history.append({"reward": reward, "grad_norm": grad_norm, "logp_gap": gap})
