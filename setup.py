@@ -23,6 +23,7 @@ PACKAGES = [
     "nanoengine.adapters",
     "nanoengine.architectures",
     "nanoengine.formats",
+    "nanoengine.heads",
     "nanoengine.model",
     "nanoengine.parallel",
     "nanoengine.plan",

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from nanoengine.adapters.lora_engine import LoraEngine
     from nanoengine.build import build_engine, build_value_engine, check_layout
     from nanoengine.config import AdamWConfig, EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.formats.hf import load_model, save_model
+    from nanoengine.heads.scorer import Policy, Scorer
     from nanoengine.model.config import ModelConfig
     from nanoengine.model.transformer import Transformer
     from nanoengine.optim import AdamW
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from nanoengine.parallel.layout import Layout, SplitConfig
     from nanoengine.parallel.mesh import Mesh
     from nanoengine.pipeline_engine import PipelineEngine
-    from nanoengine.scoring import Policy, Scorer
     from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
+    from nanoengine.state.whole_engine import Engine
     from nanoengine.tensor_file import CheckpointError
     from nanoengine.text.tokenizer import ChatTokenizer
     from nanoengine.value_engine import ValueEngine, ValueModel
@@ -50,7 +50,7 @@ _HOMES = {
     "AdamWConfig": "config",
     "ChatTokenizer": "text.tokenizer",
     "CheckpointError": "tensor_file",
-    "Engine": "engine",
+    "Engine": "state.whole_engine",
     "EngineConfig": "config",
     "Layout": "parallel.layout",
     "LoraAdapter": "adapters.lora_adapter",
@@ -61,9 +61,9 @@ _HOMES = {
     "MicroBatch": "packing",
     "ModelConfig": "model.config",
     "PipelineEngine": "pipeline_engine",
-    "Policy": "scoring",
+    "Policy": "heads.scorer",
     "Sample": "packing",
-    "Scorer": "scoring",
+    "Scorer": "heads.scorer",
     "SplitConfig": "parallel.layout",
     "Transformer": "model.transformer",
     "ValueEngine": "value_engine",

@@ -17,7 +17,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import PassScorer
 
 Loss = Callable[..., tuple[Tensor, Mapping[str, Tensor | float]]]
 """A `LossFn` of engine.py."""
@@ -55,9 +55,9 @@ class Alone:
         """The optimizer of the parts of the model that are here."""
         return AdamW(models, config, dtype=dtype)
 
-    def scorer(self, model: Transformer, config: EngineConfig) -> Scorer:
+    def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:
         """What reads a micro-batch."""
-        return Scorer(
+        return PassScorer(
             model,
             micro_batch_tokens=config.micro_batch_tokens,
             share_prefix=config.share_prefix,
@@ -65,7 +65,7 @@ class Alone:
             activation_mb=config.activation_mb,
         )
 
-    def micro_batches(self, scorer: Scorer, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def micro_batches(self, scorer: PassScorer, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches of `samples`, as many as every process runs."""
         return scorer.micro_batches(samples)
 

@@ -21,7 +21,6 @@ from typing import cast
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import check_memory, load_model, load_stages, read_state, say_limit
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
@@ -33,6 +32,7 @@ from nanoengine.parallel.stage import Stage, check_stages, make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel, check_heads
 from nanoengine.parallel.zero import check_zero
 from nanoengine.pipeline_engine import PipelineEngine
+from nanoengine.state.whole_engine import Engine
 from nanoengine.value_engine import ValueEngine, ValueModel
 
 

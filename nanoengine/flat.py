@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
 
-from kernels.torch.split_master import split_master_
+_SPLIT_MASTER = "kernels.torch.split_master:split_master_"
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 Named = list[tuple[str, nn.Parameter]]
@@ -110,7 +111,7 @@ class BucketState:
             slot.view(whole).copy_(given)
             if self.remainder is not None:
                 halves = slot.view(whole).view(-1), slot.view(self.remainder).view(-1)
-                split_master_(*halves, given.flatten().float())
+                resolve_name(_SPLIT_MASTER)(*halves, given.flatten().float())
             # Its memory is free for the next buffers; the shape stays until the weights are there.
             slot.param.data = given.new_empty(()).expand(given.shape)
             del given

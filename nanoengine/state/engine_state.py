@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kernels.memory import release_memory
-from nanoengine.engine import Engine
 from nanoengine.formats import hf
 from nanoengine.optim import AdamW, Kind
 from nanoengine.parallel.layout import WORLD
@@ -37,6 +36,7 @@ from nanoengine.state.checkpoint import (
 from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.fingerprint import fingerprints
 from nanoengine.state.slices import Held, Piece, cut_parameter
+from nanoengine.state.whole_engine import Engine
 from nanoengine.tensor_file import CheckpointError, dtype_name
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoengine.config import EngineConfig
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.monitor.control import ClusterControl
 from nanorl.publisher import Publisher
 from nanorl.roles.collector import CollectorRole

@@ -26,8 +26,8 @@ from typing import Any
 
 from nanoengine.build import check_layout
 from nanoengine.config import EngineConfig
+from nanoengine.heads.scorer import Policy
 from nanoengine.parallel.layout import Layout
-from nanoengine.scoring import Policy
 from nanorl.monitor.board import IdleShares
 from nanorl.monitor.control import RoleKind, RoleStatus
 from nanorl.monitor.readings import RoleReadings

@@ -28,7 +28,7 @@ from torch import Tensor
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
-from nanoengine.engine import Engine, LossFn, WeightFn
+from nanoengine.engine import LossFn, WeightFn
 from nanoengine.formats.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.device import resolve_device
@@ -36,6 +36,7 @@ from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.state.export import export_hf
+from nanoengine.state.whole_engine import Engine
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.ranks import results, start_ranks
 from nanorl.roles.shared_folder import require_folder

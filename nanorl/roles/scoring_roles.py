@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.monitor.control import RoleState, RoleStatus
 from nanorl.roles.actor_role import ActorRole, Pulse, heard, status_of, until_dead
 from nanorl.roles.base import RunCritic

@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.doctor.alarms import NO_SIGNAL
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.report.observer import PhaseBegun

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.engine import NonFiniteLoss
+from nanoengine.state.whole_engine import Engine
 from nanorl.training_service.checkpoints import Record
 from nanorl.training_service.losses import find_loss, make_samples
 from nanorl.training_service.messages import ForwardBackward, write_forward_backward

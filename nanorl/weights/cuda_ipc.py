@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from kernels.transport.checksum import copy_with_checksums
-from nanoengine.engine import Engine
 from nanoengine.plan.footprint import num_params
+from nanoengine.state.whole_engine import Engine
 from nanoengine.tensor_file import dtype_name
 from nanorl.weights.ledger import ReaderLedger
 from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.transport.checksum import checksums_and_finite
-from nanoengine.engine import Engine
+from nanoengine.state.whole_engine import Engine
 from nanoengine.tensor_file import dtype_name
 
 Named = Iterator[tuple[str, Tensor]]

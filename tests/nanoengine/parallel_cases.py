@@ -17,7 +17,6 @@ from pool import Rank
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.families import FAMILIES
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
@@ -31,6 +30,7 @@ from nanoengine.parallel.parameter_record import Slice, record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.sft import num_loss_tokens
+from nanoengine.state.whole_engine import Engine
 
 VOCAB = 211  # a prime: no number of ranks divides it
 EXPERTS: Any = {

@@ -16,7 +16,6 @@ from pool import Rank
 from torch import Tensor
 
 from nanoengine import pipeline_engine
-from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
@@ -30,6 +29,7 @@ from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.export import export_hf
 from nanoengine.state.reshard import Resharder, model_pieces
+from nanoengine.state.whole_engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
