@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from nanoengine.heads.scorer import Policy, Scorer
     from nanoengine.model.config import ModelConfig
     from nanoengine.model.transformer import Transformer
-    from nanoengine.optim import AdamW
     from nanoengine.packing import MicroBatch, Sample
     from nanoengine.parallel.layout import Layout, SplitConfig
     from nanoengine.parallel.mesh import Mesh
     from nanoengine.pipeline_engine import PipelineEngine
     from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
+    from nanoengine.state.kept_adamw import AdamW
     from nanoengine.state.whole_engine import Engine
     from nanoengine.tensor_file import CheckpointError
     from nanoengine.text.tokenizer import ChatTokenizer
@@ -46,7 +46,7 @@ require_our_kernels()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
-    "AdamW": "optim",
+    "AdamW": "state.kept_adamw",
     "AdamWConfig": "config",
     "ChatTokenizer": "text.tokenizer",
     "CheckpointError": "tensor_file",

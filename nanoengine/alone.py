@@ -15,13 +15,14 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW
+from nanoengine.optim import FlatAdamW
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.scoring import PassScorer
 
 Loss = Callable[..., tuple[Tensor, Mapping[str, Tensor | float]]]
 """A `LossFn` of engine.py."""
 
+_ADAMW = "nanoengine.state.kept_adamw:AdamW"
 _LONE_MESH = "nanoengine.parallel.mesh:Mesh.alone"
 
 
@@ -51,9 +52,10 @@ class Alone:
 
     def optimizer(
         self, models: Sequence[Transformer], config: EngineConfig, dtype: torch.dtype
-    ) -> AdamW:
+    ) -> FlatAdamW:
         """The optimizer of the parts of the model that are here."""
-        return AdamW(models, config, dtype=dtype)
+        made: FlatAdamW = resolve_name(_ADAMW)(models, config, dtype=dtype)
+        return made
 
     def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:
         """What reads a micro-batch."""

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from nanoengine.alone import Alone
 from nanoengine.config import EngineConfig
-from nanoengine.model.attention import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import DTYPES, AdamW
+from nanoengine.optim import DTYPES, FlatAdamW
 from nanoengine.packing import MicroBatch, Sample, collect_all, read_sums
 from nanoengine.scoring import Foresight
 
@@ -79,7 +78,7 @@ class StepEngine:
         """Without a mesh (`parallel.mesh.Mesh`), or with one of a single rank, this process trains
         alone. `stages` are for `PipelineEngine`: all parts that this rank holds, `model` among
         them."""
-        if config.share_prefix and not supports_shared_prefix(model.device):
+        if config.share_prefix and model.device.type not in ("cpu", "cuda"):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
         self._check_model(model)
         if config.deterministic and model.device.type == "cuda":
@@ -115,7 +114,7 @@ class StepEngine:
                 "model of its own, or train an adapter over int8 (LoraEngine)"
             )
 
-    def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
+    def _make_optimizer(self, dtype: torch.dtype) -> FlatAdamW:
         """The optimizer of all that is trained; it converts the models to `dtype`."""
         return self.ranks.optimizer(self.models, self.config, dtype)
 
@@ -131,25 +130,7 @@ class StepEngine:
     ) -> list[Tensor]:
         """For each sample a log-prob of each token: entry t is of tokens[t] given the tokens before
         it, entry 0 is 0."""
-        return self._score(samples, temperature, False, False)[0]
-
-    @torch.no_grad()
-    def _score(
-        self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probs and, if asked for, entropies of each sample's tokens."""
-        micros = self._passes(samples)
-        with self._kernels():
-            scored = [
-                self._scorer.logprobs(micro, temperature, entropy=entropy, only_masked=only_masked)
-                for micro in micros
-            ]
-        self.optimizer.release()
-        logps = collect_all(samples, micros, [one.logp_T for one in scored])
-        if not entropy:
-            return logps, []
-        entropies = [one.entropy_T for one in scored if one.entropy_T is not None]
-        return logps, collect_all(samples, micros, entropies)
+        raise NotImplementedError  # no part of a step: `Engine` (state/whole_engine.py) has it
 
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches, in the order in which they are run."""

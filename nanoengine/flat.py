@@ -132,14 +132,6 @@ class BucketState:
         if self.is_apart:
             self.shard.copy_(self.master)
 
-    @torch.no_grad()
-    def read(self) -> None:
-        """Take the weights as the new masters."""
-        if self.is_apart:
-            self.master.copy_(self.shard)
-        if self.remainder is not None:
-            self.remainder.zero_()
-
 
 def empty_remainder(bucket: Bucket, dtype: torch.dtype) -> Tensor | None:
     """The other halves of masters that are bf16 weights, int16; None where masters are whole."""

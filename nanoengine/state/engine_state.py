@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kernels.memory import release_memory
 from nanoengine.formats import hf
-from nanoengine.optim import AdamW, Kind
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import record_of
@@ -35,6 +34,7 @@ from nanoengine.state.checkpoint import (
 )
 from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.fingerprint import fingerprints
+from nanoengine.state.kept_adamw import AdamW, Kind
 from nanoengine.state.slices import Held, Piece, cut_parameter
 from nanoengine.state.whole_engine import Engine
 from nanoengine.tensor_file import CheckpointError, dtype_name

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import StepEngine
-from nanoengine.packing import Sample, TopTokens
+from nanoengine.packing import Sample, TopTokens, collect_all
+from nanoengine.state.kept_adamw import AdamW
 from nanoengine.top_tokens import likeliest
 
 _STATE = "nanoengine.state.engine_state:EngineState"
@@ -29,6 +30,8 @@ _STATE = "nanoengine.state.engine_state:EngineState"
 class Engine(StepEngine):
     """Trains `model`, which it converts to `config.dtype` in place, tells log-probs, and keeps,
     parks and exports what it has. `version` counts updates."""
+
+    optimizer: AdamW
 
     def restart(self, config: EngineConfig) -> None:
         """Another phase of training on the same weights: its own schedule, version 0, no momentum
@@ -83,6 +86,24 @@ class Engine(StepEngine):
         """
         logps, entropies = self._score(samples, temperature, entropy, only_masked)
         return (logps, entropies) if entropy else logps
+
+    @torch.no_grad()
+    def _score(
+        self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs and, if asked for, entropies of each sample's tokens."""
+        micros = self._passes(samples)
+        with self._kernels():
+            scored = [
+                self._scorer.logprobs(micro, temperature, entropy=entropy, only_masked=only_masked)
+                for micro in micros
+            ]
+        self.optimizer.release()
+        logps = collect_all(samples, micros, [one.logp_T for one in scored])
+        if not entropy:
+            return logps, []
+        entropies = [one.entropy_T for one in scored if one.entropy_T is not None]
+        return logps, collect_all(samples, micros, entropies)
 
     @torch.no_grad()
     def forward_top(

@@ -74,6 +74,8 @@ class Scorers:
 class ScoredLearner(Learner):
     """Owns the training engine, and the reference and the critic where the algorithm has them."""
 
+    engine: Engine
+
     def __init__(
         self,
         plan: UpdatePlan,

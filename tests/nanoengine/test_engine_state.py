@@ -231,7 +231,7 @@ RSS = """
 import torch
 from torch import nn
 from nanoengine.config import AdamWConfig
-from nanoengine.optim import AdamW
+from nanoengine.state.kept_adamw import AdamW
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 weight = nn.Parameter(torch.ones(5000, 2000, dtype=torch.bfloat16))
 optimizer = AdamW([nn.ParameterDict({"w": weight})], AdamWConfig())
