@@ -27,6 +27,7 @@ PACKAGES = [
     "nanoengine.model",
     "nanoengine.parallel",
     "nanoengine.plan",
+    "nanoengine.sft",
     "nanoengine.state",
     "nanoengine.text",
     "nanoinfer",

@@ -72,7 +72,7 @@ def run_train(
     from nanoengine.config import EngineConfig
     from nanoengine.formats.hf import load_model
     from nanoengine.packing import Sample
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
     from nanoengine.state.whole_engine import Engine
 
     torch.set_num_threads(threads)
@@ -99,7 +99,7 @@ def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, 
     from nanoengine.formats.hf import load_model
     from nanoengine.optim import DTYPES
     from nanoengine.packing import Sample
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
     from nanoengine.state.whole_engine import Engine
 
     torch.set_num_threads(threads)

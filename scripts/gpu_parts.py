@@ -59,7 +59,7 @@ def train_steps(device: str) -> Result:
     from nanoengine.config import EngineConfig
     from nanoengine.packing import Sample
     from nanoengine.plan.footprint import mfu
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
     from nanoengine.state.whole_engine import Engine
 
     is_gpu = device == "cuda"

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanoengine.heads.top_tokens import likeliest
 from nanoengine.packing import Sample, TopTokens, collect_all
 from nanoengine.scoring import PassScorer
-from nanoengine.top_tokens import likeliest
 
 
 class Policy(Protocol):

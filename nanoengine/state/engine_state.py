@@ -36,8 +36,8 @@ from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.fingerprint import fingerprints
 from nanoengine.state.kept_adamw import AdamW, Kind
 from nanoengine.state.slices import Held, Piece, cut_parameter
+from nanoengine.state.tensor_file import CheckpointError, dtype_name
 from nanoengine.state.whole_engine import Engine
-from nanoengine.tensor_file import CheckpointError, dtype_name
 
 
 class EngineState:

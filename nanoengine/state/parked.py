@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from nanoengine.optim import FlatAdamW
-from nanoengine.tensor_file import read_tensor, tensor_bytes
+from nanoengine.state.tensor_file import read_tensor, tensor_bytes
 
 
 class Parked:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import StepEngine
+from nanoengine.heads.top_tokens import likeliest
 from nanoengine.packing import Sample, TopTokens, collect_all
 from nanoengine.state.kept_adamw import AdamW
-from nanoengine.top_tokens import likeliest
 
 _STATE = "nanoengine.state.engine_state:EngineState"
 

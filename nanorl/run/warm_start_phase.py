@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoinfer.cancellation import to_the_end
 from nanorl.report.observer import PhaseBegun
 from nanorl.roles.collector import CollectorRole

@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from kernels.transport.checksum import copy_with_checksums
 from nanoengine.plan.footprint import num_params
+from nanoengine.state.tensor_file import dtype_name
 from nanoengine.state.whole_engine import Engine
-from nanoengine.tensor_file import dtype_name
 from nanorl.weights.ledger import ReaderLedger
 from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
 from nanorl.weights.shm import PADDING_BYTES, aligned, tensor_at

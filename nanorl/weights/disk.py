@@ -35,8 +35,8 @@ from nanoengine.parallel.layout import WORLD
 from nanoengine.plan.footprint import num_params
 from nanoengine.state.checkpoint import sync_folder
 from nanoengine.state.export import export_hf
+from nanoengine.state.tensor_file import dtype_name, write_tensors
 from nanoengine.state.whole_engine import Engine
-from nanoengine.tensor_file import dtype_name, write_tensors
 from nanorl.weights.delta import apply_changes, changes
 from nanorl.weights.offer import BaseVersionMissing, Named, Offer, WeightEntry, WeightsRefused
 

@@ -15,7 +15,7 @@ from nanoengine.packing import Sample
 from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.whole_engine import Engine
 
 SAMPLES = [

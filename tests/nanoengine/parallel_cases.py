@@ -28,7 +28,7 @@ from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import Slice, record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
 from nanoengine.state.kept_adamw import AdamW
 from nanoengine.state.whole_engine import Engine
 

@@ -22,7 +22,7 @@ from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
 from nanoengine.state.whole_engine import Engine
 
 

@@ -19,10 +19,10 @@ from nanoengine.config import EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import get_rng_state
+from nanoengine.state.tensor_file import CheckpointError
 from nanoengine.state.whole_engine import Engine
-from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 

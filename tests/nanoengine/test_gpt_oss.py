@@ -21,7 +21,7 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.whole_engine import Engine
 from nanoinfer import InferConfig, LLMEngine
 from nanoinfer.params import SamplingParams

@@ -22,7 +22,7 @@ from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.whole_engine import Engine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

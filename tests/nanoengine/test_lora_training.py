@@ -18,7 +18,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.whole_engine import Engine
 
 SHAPE = "qwen2-untied-theta"

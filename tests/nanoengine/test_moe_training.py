@@ -14,7 +14,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.formats.hf import export_state, load_model, load_state
 from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.whole_engine import Engine
 
 

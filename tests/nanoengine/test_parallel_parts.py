@@ -26,7 +26,7 @@ from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh, wire_bytes
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
 from nanoengine.state.whole_engine import Engine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"

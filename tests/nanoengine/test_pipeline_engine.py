@@ -21,8 +21,8 @@ from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.schedules import make_schedule
-from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.state.checkpoint import open_checkpoint
 from nanoengine.state.whole_engine import Engine
 

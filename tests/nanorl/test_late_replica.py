@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanorl.options.cluster_config import ClusterConfig
 from nanorl.options.presets import get_preset
 from nanorl.roles.cluster import Cluster

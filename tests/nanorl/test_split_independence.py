@@ -24,8 +24,8 @@ from torch import Tensor
 
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import deal
 from nanoengine.packing import Sample, TopTokens
+from nanoengine.parallel.dealing import deal
 from nanoengine.parallel.layout import Layout
 from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.batch_scoring import Scoring

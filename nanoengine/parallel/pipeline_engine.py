@@ -20,6 +20,7 @@ from torch import Tensor
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LossFn
 from nanoengine.formats import hf
+from nanoengine.heads.top_tokens import pick_top
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (
     MicroBatch,
@@ -38,7 +39,6 @@ from nanoengine.parallel.stage import Stage, sum_tied_gradients
 from nanoengine.parallel.tensor_parallel import gather_slice
 from nanoengine.scoring import Part
 from nanoengine.state.whole_engine import Engine
-from nanoengine.top_tokens import pick_top
 
 HOLDERS = ("pp", "ep")
 """Ranks that together hold every tensor (tensor-parallel neighbours each a slice)."""
