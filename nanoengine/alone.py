@@ -58,7 +58,7 @@ class Alone:
         return made
 
     def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:
-        """What reads a micro-batch."""
+        """The scorer, which runs the model on a micro-batch."""
         return PassScorer(
             model,
             micro_batch_tokens=config.micro_batch_tokens,

@@ -21,7 +21,7 @@ _CHECKS = {  # `ValueError` for what cannot be
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
+    """A run's choices for the update, phase by phase; the rest is AdamW's own."""
 
     lr: float = 1e-6
     """Learning rate, the highest that the schedule reaches."""
@@ -54,7 +54,7 @@ class AdamWConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """What a run chooses of the computation: memory against time, and the bits of the head."""
+    """A run's choices for the computation: memory against time, and the bits of the head."""
 
     micro_batch_tokens: int = 2048
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""

@@ -27,7 +27,7 @@ from nanorl.version import version_line
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what it does in a line."""
+    """A verb of the command line: the place of its code, and a line about it."""
 
     place: str
     summary: str
@@ -71,10 +71,10 @@ def mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
     from nanoengine.engine import NonFiniteLoss  # here: it imports torch
     from nanoengine.state.tensor_file import CheckpointError
-    from nanorl.collector import RolloutsFailed
-    from nanorl.roles.role import RoleLost
+    from nanorl.agents.collector import RolloutsFailed
+    from nanorl.distributed.roles.role import RoleLost
+    from nanorl.observability.store import StoreError
     from nanorl.sandbox.base import SandboxUnavailable
-    from nanorl.store import StoreError
     from nanosched import SchedulerLost
 
     return (
@@ -112,7 +112,7 @@ def _run(words: list[str]) -> int:
 
 
 def _meant(name: str, words: list[str]) -> str:
-    """What somebody wanted who has given a verb that is none."""
+    """Guess the verb that was meant by one that does not exist, for the error."""
     if name.startswith("-"):
         return f"a verb comes first: {program()} train {shlex.join(words)}"
     near = difflib.get_close_matches(name.lower(), VERBS, n=1)

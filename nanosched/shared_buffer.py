@@ -10,7 +10,7 @@ size), and is opened through `/proc/PID/fd/FD`; so it travels through any channe
 of one user on one machine, as long as the process that made it lives and holds it.
 
 Left out: other systems than Linux, other machines, and locks: who may write when is agreed on
-elsewhere (nanorl/weights/ledger.py does so for weights).
+elsewhere (nanorl/distributed/weights/version_ledger.py does so for weights).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nanosched.errors import SchedulerError
 
 
 class _Place(NamedTuple):
-    """Where a buffer can be opened, and which file must be found there: numbers of processes and
-    descriptors are used again."""
+    """The process and descriptor at which a buffer can be opened, and the file that must be found
+    there: numbers of processes and descriptors are used again."""
 
     pid: int
     fd: int
@@ -78,7 +78,7 @@ class SharedBuffer:
 
 
 def _available_bytes() -> int:
-    """What the kernel says can be taken without swapping."""
+    """The bytes that the kernel says can be taken without swapping."""
     with open("/proc/meminfo") as file:
         found = next(line for line in file if line.startswith("MemAvailable:"))
     return int(found.split()[1]) * 1024

@@ -1,6 +1,6 @@
 """The sampling parameters of an `ApiCall`: where it ends, its grammar, and what a server goes by.
 
-Left out: how a run draws tokens, which the client does not decide (nanorl/endpoint/recording.py).
+Left out: how a run draws tokens, which the client does not decide (endpoint/recording.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAX_STOP_CHARS = 1000
 
 
 def call_grammar(call: ApiCall) -> Grammar | None:
-    """What the answer must match. `ValueError` where a tool is forced that is not offered."""
+    """The grammar that the answer must match. `ValueError` where a tool is forced that is not
+    offered."""
     if not call.has_bare_calls:
         return call.grammar
     # Where no call is forced, the schema is the answer's, and before it the model may call.

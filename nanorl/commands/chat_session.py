@@ -28,10 +28,10 @@ from nanorl.agents.conversation import Conversation, Listener, Reply
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.envs.base import Environment
 from nanorl.envs.run_kind import run_kind, run_tokenizer
+from nanorl.options.agent_kit import AgentKit
+from nanorl.options.parts import load_tasks
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.run.agent_kit import AgentKit
-from nanorl.run.parts import load_tasks
 from nanorl.run.saved_models import SavedModels, find_models
 from nanorl.trust import PLAYED, require
 from nanorl.types import Task
@@ -162,7 +162,7 @@ class Engines:
 
 @dataclass
 class ChatSession:
-    """What a chat has on the screen: the conversation, who answers, and the commands."""
+    """A chat on the screen: the conversation, who answers, and the commands."""
 
     saved: SavedModels
     config: RunConfig
@@ -175,7 +175,7 @@ class ChatSession:
         self._is_line_open = False
 
     def typed_lines(self) -> Iterator[str]:
-        """What the person types, until Ctrl-D."""
+        """Yield the lines that the person types, until Ctrl-D."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
         self._show(f"{self.saved.describe()}\n/help lists the commands, Ctrl-D ends.", "dim")

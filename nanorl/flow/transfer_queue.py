@@ -27,9 +27,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanorl.flow.batch_policy import Order
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.journal import Journal
-from nanorl.flow.policy import Order
 
 GROUP = "group"
 """The field that makes a row."""
@@ -37,7 +37,7 @@ GROUP = "group"
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCursor:
-    """Which rows a consumer has had: all below `next_index`, and `beyond`."""
+    """The rows that a consumer has had: all below `next_index`, and `beyond`."""
 
     next_index: int = 0
     beyond: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Consumer:
 
     @property
     def cursor(self) -> QueueCursor:
-        """Where it stands now."""
+        """The rows that it has had until now."""
         return QueueCursor(next_index=self._next, beyond=tuple(sorted(self._beyond)))
 
     @property

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from nanorl.algorithms.option_groups import BOUNDS
 from nanorl.algorithms.recipes import named_spec
-from nanorl.http_record.config import HttpConfig
-from nanorl.monitor.config import MonitorConfig
+from nanorl.envs.http_record.record_config import HttpConfig
+from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.options.agent_config import AgentConfig, ToolConfig
 from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
@@ -168,7 +168,7 @@ class RunConfig:
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether training goes on while a checkpoint is written."""
+        """Say whether training goes on while a checkpoint is written."""
         chosen = self.background_saves
         return self.rl.max_staleness > 0 if chosen is None else chosen
 
@@ -291,13 +291,16 @@ class RunConfig:
     def _check_store(self) -> None:
         """Also that nothing secret is in it: config.json keeps it."""
         if self.store:
-            from nanorl.store.address import StoreAddress  # here: few options need numpy
+            from nanorl.observability.store.address import (
+                StoreAddress,  # here: few options need numpy
+            )
 
             StoreAddress.parse(self.store)
 
     @property
     def store_address(self) -> str:
-        """Of the rollouts of RL; those of the run's own evaluations are in evaluations.sqlite."""
+        """The address of the store of RL's rollouts; those of the run's own evaluations are in
+        evaluations.sqlite."""
         return self.store or str(self.run_dir / "rollouts.sqlite")
 
     @property
@@ -306,7 +309,7 @@ class RunConfig:
 
     @property
     def http_store(self) -> Path:
-        """Where recorded answers lie."""
+        """The file in which recorded answers lie."""
         return self.http.store or self.run_dir / "http.sqlite"
 
     def to_json(self) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from nanoengine.heads.scorer import Policy
 from nanoengine.packing import Sample
 from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.batch_scoring import Scoring, score_group
+from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.fields import Field
 from nanorl.learner import Groups, Learner, UpdatePlan
-from nanorl.observed import Scaffold
 from nanorl.options.run_config import RunConfig
 from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
@@ -111,7 +111,7 @@ class ScoredLearner(Learner):
 
     async def score(self, group: Sequence[Rollout]) -> GroupScores:
         """Ask the reference and the critic about a group before its batch is complete. The policy
-        itself is not asked: its device may be the rollouts' (roles/turns.py)."""
+        itself is not asked: its device may be the rollouts' (distributed/roles/device_turns.py)."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self.scored, group)
 
@@ -196,8 +196,8 @@ class ScoredLearner(Learner):
         )
 
     def _teacher(self) -> Policy:
-        """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
-        has more."""
+        """The model whose opinion a distillation asks for: the policy itself, where hindsight alone
+        sets the teacher apart."""
         spec = self.spec
         if spec.has_hindsight and spec.hindsight_teacher == "policy":
             return self.engine

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from nanosched.errors import SchedulerError, TaskError, WorkerDied
 from nanosched.future import Future, futures_in
+from nanosched.local.actor_messages import Exiting, Failure, FutureSlot, Invoke, Result
 from nanosched.local.channel import Channel
-from nanosched.local.messages import Exiting, Failure, FutureSlot, Invoke, Result
 from nanosched.local.payload import Packer, Payload, unpack
 
 T_co = TypeVar("T_co", covariant=True)
@@ -81,7 +81,7 @@ class Connection:
 
 
 def task_error(label: str, failure: Failure, payloads: Sequence[Payload]) -> TaskError:
-    """What the method raised, or its text where the exception itself does not travel."""
+    """The error that the method raised, or its text where the exception itself does not travel."""
     cause: BaseException | None = None
     if payloads:
         try:

@@ -23,7 +23,7 @@ from nanoengine.packing import MicroBatch, Sample
 from nanoengine.state.whole_engine import Engine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.training_service.checkpoints import TinkerPath
+from nanorl.serving.training_service.checkpoints import TinkerPath
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
