@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from nanoengine.adapters.lora_engine import LoraEngine
     from nanoengine.build import build_engine, build_value_engine, check_layout
     from nanoengine.config import AdamWConfig, EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.formats.hf import load_model, save_model
+    from nanoengine.heads.scorer import Policy, Scorer
+    from nanoengine.heads.value_engine import ValueEngine, ValueModel
     from nanoengine.model.config import ModelConfig
     from nanoengine.model.transformer import Transformer
-    from nanoengine.optim import AdamW
     from nanoengine.packing import MicroBatch, Sample
     from nanoengine.parallel.layout import Layout, SplitConfig
     from nanoengine.parallel.mesh import Mesh
-    from nanoengine.pipeline_engine import PipelineEngine
-    from nanoengine.scoring import Policy, Scorer
-    from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
-    from nanoengine.tensor_file import CheckpointError
+    from nanoengine.parallel.pipeline_engine import PipelineEngine
+    from nanoengine.sft.chats import num_loss_tokens, read_chats, sft_loss
+    from nanoengine.state.kept_adamw import AdamW
+    from nanoengine.state.tensor_file import CheckpointError
+    from nanoengine.state.whole_engine import Engine
     from nanoengine.text.tokenizer import ChatTokenizer
-    from nanoengine.value_engine import ValueEngine, ValueModel
 
 require_our_kernels()
 
@@ -46,11 +46,11 @@ require_our_kernels()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
-    "AdamW": "optim",
+    "AdamW": "state.kept_adamw",
     "AdamWConfig": "config",
     "ChatTokenizer": "text.tokenizer",
-    "CheckpointError": "tensor_file",
-    "Engine": "engine",
+    "CheckpointError": "state.tensor_file",
+    "Engine": "state.whole_engine",
     "EngineConfig": "config",
     "Layout": "parallel.layout",
     "LoraAdapter": "adapters.lora_adapter",
@@ -60,22 +60,22 @@ _HOMES = {
     "Mesh": "parallel.mesh",
     "MicroBatch": "packing",
     "ModelConfig": "model.config",
-    "PipelineEngine": "pipeline_engine",
-    "Policy": "scoring",
+    "PipelineEngine": "parallel.pipeline_engine",
+    "Policy": "heads.scorer",
     "Sample": "packing",
-    "Scorer": "scoring",
+    "Scorer": "heads.scorer",
     "SplitConfig": "parallel.layout",
     "Transformer": "model.transformer",
-    "ValueEngine": "value_engine",
-    "ValueModel": "value_engine",
+    "ValueEngine": "heads.value_engine",
+    "ValueModel": "heads.value_engine",
     "build_engine": "build",
     "build_value_engine": "build",
     "check_layout": "build",
     "load_model": "formats.hf",
-    "num_loss_tokens": "sft",
-    "read_chats": "sft",
+    "num_loss_tokens": "sft.chats",
+    "read_chats": "sft.chats",
     "save_model": "formats.hf",
-    "sft_loss": "sft",
+    "sft_loss": "sft.chats",
 }
 
 __all__ = list(_HOMES)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW
+from nanoengine.optim import FlatAdamW
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import PassScorer
 
 Loss = Callable[..., tuple[Tensor, Mapping[str, Tensor | float]]]
 """A `LossFn` of engine.py."""
 
+_ADAMW = "nanoengine.state.kept_adamw:AdamW"
 _LONE_MESH = "nanoengine.parallel.mesh:Mesh.alone"
 
 
@@ -51,13 +52,14 @@ class Alone:
 
     def optimizer(
         self, models: Sequence[Transformer], config: EngineConfig, dtype: torch.dtype
-    ) -> AdamW:
+    ) -> FlatAdamW:
         """The optimizer of the parts of the model that are here."""
-        return AdamW(models, config, dtype=dtype)
+        made: FlatAdamW = resolve_name(_ADAMW)(models, config, dtype=dtype)
+        return made
 
-    def scorer(self, model: Transformer, config: EngineConfig) -> Scorer:
+    def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:
         """The scorer, which runs the model on a micro-batch."""
-        return Scorer(
+        return PassScorer(
             model,
             micro_batch_tokens=config.micro_batch_tokens,
             share_prefix=config.share_prefix,
@@ -65,7 +67,7 @@ class Alone:
             activation_mb=config.activation_mb,
         )
 
-    def micro_batches(self, scorer: Scorer, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def micro_batches(self, scorer: PassScorer, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches of `samples`, as many as every process runs."""
         return scorer.micro_batches(samples)
 

@@ -21,19 +21,19 @@ from typing import cast
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import check_memory, load_model, load_stages, read_state, say_limit
+from nanoengine.heads.value_engine import ValueEngine, ValueModel
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.schedules import make_schedule
 from nanoengine.parallel.stage import Stage, check_stages, make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel, check_heads
 from nanoengine.parallel.zero import check_zero
-from nanoengine.pipeline_engine import PipelineEngine
-from nanoengine.value_engine import ValueEngine, ValueModel
+from nanoengine.state.whole_engine import Engine
 
 
 def check_layout(

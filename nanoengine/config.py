@@ -6,12 +6,17 @@ Left out: the shape of the model (model/config.py), its split over processes (pa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pkgutil import resolve_name
+from typing import Literal
 
 Schedule = Literal["constant", "cosine", "linear"]
 Dtype = Literal["fp32", "bf16", "fp64"]
+
+_CHECKS = {  # `ValueError` for what cannot be
+    "update": "nanoengine.plan.option_checks:check_update",
+    "engine": "nanoengine.plan.option_checks:check_engine",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +49,7 @@ class AdamWConfig(UpdateConfig):
     """The learning rate at the end of the schedule, as a share of `lr`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < math.inf:
-            raise ValueError(f"lr={self.lr}: must be 0 or positive, and finite")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas}: both must be in [0, 1)")
-        if not 0 < self.eps < math.inf:
-            raise ValueError(f"eps={self.eps}: must be positive and finite")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be 0 (off) or positive, and finite"
-                )
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: must be in [0, 1]")
-        if self.schedule not in ("constant", "cosine", "linear"):
-            raise ValueError(f"schedule={self.schedule!r}: must be constant, cosine or linear")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps}: must be 0 or positive")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"total_steps={self.total_steps}: the {self.schedule} schedule needs more than "
-                f"warmup_steps={self.warmup_steps}"
-            )
+        resolve_name(_CHECKS["update"])(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +90,4 @@ class EngineConfig(AdamWConfig, ComputeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(Dtype))}")
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens}: must be at least 1")
-        if self.activation_mb < 0:
-            raise ValueError(f"activation_mb={self.activation_mb}: must be 0 (no limit) or more")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints={self.keep_checkpoints}: must be at least 1")
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={self.zero}: must be 0, 1, 2 or 3")
-        if self.bucket_bytes < 0:
-            raise ValueError(
-                f"bucket_bytes={self.bucket_bytes}: must be 0 (every layer alone) or more"
-            )
+        resolve_name(_CHECKS["engine"])(self)

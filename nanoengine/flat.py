@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
 
-from kernels.torch.split_master import split_master_
+_SPLIT_MASTER = "kernels.torch.split_master:split_master_"
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 Named = list[tuple[str, nn.Parameter]]
@@ -110,7 +111,7 @@ class BucketState:
             slot.view(whole).copy_(given)
             if self.remainder is not None:
                 halves = slot.view(whole).view(-1), slot.view(self.remainder).view(-1)
-                split_master_(*halves, given.flatten().float())
+                resolve_name(_SPLIT_MASTER)(*halves, given.flatten().float())
             # Its memory is free for the next buffers; the shape stays until the weights are there.
             slot.param.data = given.new_empty(()).expand(given.shape)
             del given
@@ -130,14 +131,6 @@ class BucketState:
         """Round the masters into the weights, unless they are the same memory."""
         if self.is_apart:
             self.shard.copy_(self.master)
-
-    @torch.no_grad()
-    def read(self) -> None:
-        """Take the weights as the new masters."""
-        if self.is_apart:
-            self.master.copy_(self.shard)
-        if self.remainder is not None:
-            self.remainder.zero_()
 
 
 def empty_remainder(bucket: Bucket, dtype: torch.dtype) -> Tensor | None:

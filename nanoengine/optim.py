@@ -9,20 +9,18 @@ drops it.
     w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 Left out: amsgrad, parameter groups beyond "decayed or not"; what several processes share of this
-(parallel/sharded_adamw.py).
+(parallel/sharded_adamw.py); what lies between steps (state/kept_adamw.py).
 AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +30,6 @@ from kernels.memory import release_memory
 from nanoengine.config import AdamWConfig
 from nanoengine.flat import Bucket, BucketState, collect_grad, trainable
 
-Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
-
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 )
@@ -41,8 +37,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 NORM_ROW = 4096  # elements summed in one piece: the result is the same for every thread count
 
-_ENTRIES = "nanoengine.parallel.shards:entries"
-_PARKED = "nanoengine.state.parked:Parked"
 _TABLE = "kernels:make_tensor_table"
 
 
@@ -79,7 +73,7 @@ def lr_at(config: AdamWConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-class AdamW:
+class FlatAdamW:
     """Owns masters, moments and gradients of the trainable parameters of `models`; tied ones come
     once. Weight decay applies to matrices, not to norms and biases.
 
@@ -112,7 +106,7 @@ class AdamW:
         self._decayed = [_flats(state).cut(0, state.bucket.num_decayed) for state in self.states]
         self._spared = [_flats(state).cut(state.bucket.num_decayed) for state in self.states]
         self._plans: list[Any] = []  # of a GPU's kernel: at the first step, and after `reload`
-        self._parked: Any = None
+        self._parked: Any = None  # the buffers while they are elsewhere
         self._watch_gradients(models)
 
     def _make_states(
@@ -127,18 +121,6 @@ class AdamW:
                 slot.param.register_post_accumulate_grad_hook(collect_grad)
 
     # -- one step ----------------------------------------------------------------------------
-
-    def restart(self, config: AdamWConfig) -> None:
-        """Another phase of training: its own schedule and no momentum, but the second moments stay.
-
-        With fresh second moments the first updates are the sign of a noisy gradient, at the full
-        rate in every weight. The scale of the phase before is a better guess, and is forgotten at
-        beta2's pace.
-        """
-        self._require_loaded()
-        self.config = config
-        self.phase_start = self.step_count
-        self.exp_avg.zero_()
 
     def zero_grad(self) -> None:
         self._require_loaded()
@@ -176,42 +158,6 @@ class AdamW:
         """Round the masters into the weights."""
         for state in self.states:
             state.round()
-
-    # -- memory and state --------------------------------------------------------------------
-
-    def read_weights(self) -> None:
-        """Take the parameters as the new masters, after somebody else wrote to them. Where
-        parameters come and go (ZeRO-3) call it inside `gathered`."""
-        self._require_loaded()
-        for state in self.states:
-            state.read()
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, the whole parameters are here; in one process they always are."""
-        return nullcontext()
-
-    def release(self) -> None:
-        """Free the parameters of other ranks, after each forward or training step."""
-
-    def entries(self, kind: Kind) -> Iterator[tuple[Any, Tensor]]:
-        """Yield what this rank owns: elements lo:hi of each (flattened) parameter, as a
-        `parallel.shards.ShardEntry`, with their values, 1-d. Writing to the values before the next
-        ones are taken restores them; then `write_back`."""
-        self._require_loaded()
-        found: Iterator[tuple[Any, Tensor]] = resolve_name(_ENTRIES)(self.states, kind)
-        return found
-
-    def offload(self, folder: Path | str | None = None) -> None:
-        """Free the gradients and park moments and separate masters until `reload`: from a GPU in
-        host memory, from a CPU in a temporary file in `folder`. A second call does nothing."""
-        if self._parked is None:
-            self._parked = resolve_name(_PARKED)(self, folder)
-
-    def reload(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-        self._plans = []  # the buffers may lie elsewhere now
 
     def _require_loaded(self) -> None:
         if self._parked is not None:

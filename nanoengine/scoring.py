@@ -5,7 +5,7 @@ tokens x vocabulary tensor. Of samples with `top` tokens the log-probs of those 
 logits.
 
 Left out: losses, and the loop over micro-batches (engine.py); tokens that are spread over processes
-(parallel/ring_scorer.py); the search for the likeliest tokens (top_tokens.py).
+(parallel/ring_scorer.py); policies that only score (heads/scorer.py).
 Legend: N rows that this rank reads, P rows that reach the head (in a tree one for each distinct
 prediction that counts), T predictions of the micro-batch.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from torch import Tensor
 from nanoengine.model.attention import AttentionContext, PackedContext, SharedPrefixContext
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample, TopTokens, collect_all, make_micro_batches
+from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 
-ROWS_OF_A_PASS = "nanoengine.plan.footprint:rows_of_a_pass"
-LIKELIEST = "nanoengine.top_tokens:likeliest"
+_ROWS_OF_A_PASS = "nanoengine.plan.footprint:rows_of_a_pass"
 
 
 @dataclass(frozen=True)
@@ -79,26 +78,10 @@ class Foresight:
             return torch.autograd.grad(loss, logp)[0] if loss.requires_grad else None
 
 
-class Policy(Protocol):
-    """Whoever scores samples: an `Engine`, one over a pipeline, or a `Scorer` alone."""
-
-    def forward_logprobs(
-        self, samples: Sequence[Sample], *, temperature: float = 1.0
-    ) -> list[Tensor]:
-        """For each sample a log-prob of each token given those before it; the first has 0."""
-        ...
-
-    def forward_top(
-        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
-    ) -> list[TopTokens]:
-        """For each sample the k likeliest tokens at each place where its loss mask is not 0."""
-        ...
-
-
-class Scorer:
-    """A model and the way its micro-batches are read. By itself it is a policy that nobody trains
-    (a reference, a teacher); an engine scores with one, so where the weights are equal the
-    log-probs are equal bit for bit, and a KL to the policy's own copy starts at exactly 0."""
+class PassScorer:
+    """A model and the way its micro-batches are read. A policy that nobody trains reads them as an
+    engine does (heads/scorer.py), so where the weights are equal the log-probs are equal bit for
+    bit, and a KL to the policy's own copy starts at exactly 0."""
 
     def __init__(
         self,
@@ -114,25 +97,7 @@ class Scorer:
         self._checkpoints_activations = activation_checkpointing
         self._fill: int | None = None
         if activation_mb and model.device.type == "cpu":
-            self._fill = resolve_name(ROWS_OF_A_PASS)(model, activation_mb << 20)
-
-    @torch.no_grad()
-    def forward_logprobs(
-        self, samples: Sequence[Sample], *, temperature: float = 1.0
-    ) -> list[Tensor]:
-        """Score as `Engine.forward_logprobs` does; 0 where the loss mask of a sample is 0."""
-        micros = self.micro_batches(samples)
-        scored = [self.logprobs(micro, temperature, only_masked=True).logp_T for micro in micros]
-        return collect_all(samples, micros, scored)
-
-    @torch.no_grad()
-    def forward_top(
-        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
-    ) -> list[TopTokens]:
-        """The k likeliest tokens at each place where the loss mask of a sample is not 0."""
-        micros = self.micro_batches(samples)
-        found: list[TopTokens] = resolve_name(LIKELIEST)(self, samples, micros, k, temperature)
-        return found
+            self._fill = resolve_name(_ROWS_OF_A_PASS)(model, activation_mb << 20)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return make_micro_batches(

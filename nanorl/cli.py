@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
     from nanoengine.engine import NonFiniteLoss  # here: it imports torch
-    from nanoengine.tensor_file import CheckpointError
+    from nanoengine.state.tensor_file import CheckpointError
     from nanorl.agents.collector import RolloutsFailed
     from nanorl.distributed.roles.role import RoleLost
     from nanorl.observability.store import StoreError

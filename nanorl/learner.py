@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.engine import Engine, LossFn, NonFiniteLoss
+from nanoengine.engine import LossFn, NonFiniteLoss, StepEngine
 from nanoengine.packing import Sample
 from nanorl.batch_metrics import action_mask, logp_gap, merge_steps, per_action_token
 from nanorl.batching import TrainBatch, build_batch, with_field
@@ -68,7 +68,7 @@ class Learner:
     """
 
     def __init__(
-        self, plan: UpdatePlan, *, engine: Engine, publisher: Publisher, thread: Executor
+        self, plan: UpdatePlan, *, engine: StepEngine, publisher: Publisher, thread: Executor
     ) -> None:
         self.plan = plan
         self.engine = engine

@@ -19,7 +19,7 @@ import torch
 
 from nanoengine import Engine, EngineConfig, ModelConfig, Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import logp_gap

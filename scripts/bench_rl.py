@@ -81,8 +81,8 @@ def run_step(
     import torch
 
     from nanoengine.config import EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.formats.hf import load_model
+    from nanoengine.state.whole_engine import Engine
     from nanoengine.text.tokenizer import ChatTokenizer
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine

@@ -70,10 +70,10 @@ def run_train(
     import torch
 
     from nanoengine.config import EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.formats.hf import load_model
     from nanoengine.packing import Sample
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
+    from nanoengine.state.whole_engine import Engine
 
     torch.set_num_threads(threads)
     config: Any = {"dtype": dtype, "lr": 1e-6, "micro_batch_tokens": 2048}
@@ -96,11 +96,11 @@ def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, 
     from nanoengine.adapters.lora_config import LoraConfig
     from nanoengine.adapters.lora_engine import LoraEngine
     from nanoengine.config import EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.formats.hf import load_model
     from nanoengine.optim import DTYPES
     from nanoengine.packing import Sample
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
+    from nanoengine.state.whole_engine import Engine
 
     torch.set_num_threads(threads)
     given: Any = {"dtype": dtype, "lr": 1e-6, "micro_batch_tokens": 1024}

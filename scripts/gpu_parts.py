@@ -57,10 +57,10 @@ def train_steps(device: str) -> Result:
     from bench_infer_gpu import QWEN3, TINY, make_model
 
     from nanoengine.config import EngineConfig
-    from nanoengine.engine import Engine
     from nanoengine.packing import Sample
     from nanoengine.plan.footprint import mfu
-    from nanoengine.sft import num_loss_tokens, sft_loss
+    from nanoengine.sft.chats import num_loss_tokens, sft_loss
+    from nanoengine.state.whole_engine import Engine
 
     is_gpu = device == "cuda"
     shape = QWEN3.model if is_gpu else TINY.model

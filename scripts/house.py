@@ -316,8 +316,8 @@ class House:
 
     def broken_file_names(self) -> dict[str, str]:
         """Files that documents, docstrings and comments name and that are not there -> who does.
-        `optim.py` is there if some folder has one. Of `engine.py: Engine.step` the name has to be
-        there too. What history tells is not asked."""
+        `optim.py` is there if some folder has one. Of `engine.py: LLMEngine.step` the name has to
+        be there too. What history tells is not asked."""
         folders = (*self.packages, *USERS, "tests", "docs", "benchmarks")
         paths = [path for folder in folders for path in (self.root / folder).rglob("*")]
         paths += self.root.glob("*")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from the command line: `nanoengine/sft_run.py` does the work.
+"""Supervised fine-tuning from the command line: `nanoengine/sft/sft_run.py` does the work.
 
 With more than one process in the layout this program starts them on this machine and waits for
 them, unless torchrun started it (several machines, Slurm). Ctrl-C reaches this process alone, which
@@ -16,7 +16,7 @@ import tyro
 
 import nanorl  # noqa: F401  (what threads of PyTorch do is said before it is loaded)
 from nanoengine.command_line import WRONG, plain_errors
-from nanoengine.sft_run import SftConfig, SftRank, SftRun, check_model
+from nanoengine.sft.sft_run import SftConfig, SftRank, SftRun, check_model
 
 
 def parse(arguments: list[str]) -> SftConfig:
@@ -44,7 +44,7 @@ async def train_on_ranks(config: SftConfig) -> None:
     is_gpu = resolve_device(config.device, num_local=config.world).type == "cuda"
     places = [((config, rank), dict[str, Any]()) for rank in range(config.world)]
     loop = asyncio.get_running_loop()
-    with Scheduler(backend="local", preload=["nanoengine.sft_run"]) as sched:
+    with Scheduler(backend="local", preload=["nanoengine.sft.sft_run"]) as sched:
         ranks = sched.group(SftRank, places, num_cpus=0, num_gpus=int(is_gpu))
         await start_ranks(ranks)
         ask = lambda: loop.call_soon_threadsafe(ranks.call, SftRank.stop)  # noqa: E731
@@ -65,8 +65,8 @@ def launch(config: SftConfig) -> None:
 
 def main() -> int:
     from nanoengine.engine import NonFiniteLoss
+    from nanoengine.state.tensor_file import CheckpointError
     from nanoengine.stop_signals import EXIT_STATUS, Interrupted
-    from nanoengine.tensor_file import CheckpointError
     from nanosched import WorkerDied
 
     arguments = sys.argv[1:]

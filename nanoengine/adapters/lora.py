@@ -32,7 +32,7 @@ from nanoengine.adapters.peft_config import HEAD, PLAIN, PeftConfig, read_peft_c
 from nanoengine.formats.hf import hf_views
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.transformer import Transformer
-from nanoengine.tensor_file import write_tensors
+from nanoengine.state.tensor_file import write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"

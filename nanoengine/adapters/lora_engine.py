@@ -20,10 +20,12 @@ from torch import Tensor
 
 from nanoengine.adapters.lora_adapter import LoraAdapter
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, LossFn
+from nanoengine.engine import LossFn
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import DTYPES, AdamW
+from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample
+from nanoengine.state.kept_adamw import AdamW
+from nanoengine.state.whole_engine import Engine
 
 
 class LoraEngine(Engine):

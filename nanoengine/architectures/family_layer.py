@@ -23,8 +23,9 @@ from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.formats.families import family_of
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, RmsNorm, Rope, cos_and_sin, plain_frequencies
+from nanoengine.model.layers import DecoderLayer, RmsNorm, Rope
 from nanoengine.model.linear import TensorSplit
+from nanoengine.model.rope_tables import cos_and_sin, plain_frequencies
 
 _ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 

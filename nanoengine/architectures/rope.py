@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.model.config import RopeScaling
-from nanoengine.model.layers import plain_frequencies
+from nanoengine.model.rope_tables import plain_frequencies
 
 
 def _exponents(dim: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoengine.architectures.rope import Llama3Rope
 from nanoengine.formats.gguf_file import GgufFields, GgufTensor
-from nanoengine.model.layers import plain_frequencies
+from nanoengine.model.rope_tables import plain_frequencies
 
 _FREQS, _LONG, _SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")

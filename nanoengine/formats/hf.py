@@ -40,7 +40,7 @@ from nanoengine.model.linear import TensorSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.parameter_record import Slice, side_by_side
 from nanoengine.plan.footprint import num_params
-from nanoengine.tensor_file import dtype_name, write_tensors
+from nanoengine.state.tensor_file import dtype_name, write_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -89,10 +89,6 @@ class PackedContext:
         return cast(Tensor, out)
 
 
-def supports_shared_prefix(device: torch.device | str) -> bool:
-    return torch.device(device).type in ("cpu", "cuda")
-
-
 class SharedPrefixContext:
     """Trees of segments: each continues the segment named in `prefix_of_S` (-1: none), and sees its
     ancestors and itself. Differentiable.

@@ -1,4 +1,4 @@
-"""The decoder layer of Llama and Qwen, and the rope tables that all layers share.
+"""The decoder layer of Llama and Qwen.
 
 Shapes: T tokens of all sequences, E hidden size, F MLP width, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -10,12 +10,13 @@ where they are split over ranks.
 `DecoderLayer.forward` is the definition of a layer; those of other families override the methods
 that they compute otherwise (architectures/family_layer.py). On a CPU rollouts run its transcript in
 C++, `kernels/cpp/decoder.h`, held to the same bits by tests/nanoinfer/test_native_decoder.py.
-Left out: dropout, biases in the MLP.
+Left out: dropout, biases in the MLP; how rope tables are filled (rope_tables.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
@@ -26,33 +27,10 @@ from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear, TensorSplit
 
+_ROPE_TABLES = "nanoengine.model.rope_tables:rope_tables"
+
 Rope = tuple[Tensor, ...]
 """cos and sin [T, D/2]; then those of layers with a window, where they have a rope of their own."""
-
-
-def plain_frequencies(theta: float, dim: int) -> Tensor:
-    """[dim / 2] in fp32, radians a position, without any scaling."""
-    frequencies: Tensor = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    return frequencies
-
-
-def cos_and_sin(
-    config: ModelConfig,
-    frequencies: Tensor,
-    magnitude: float,
-    dtype: torch.dtype,
-    device: str,
-) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D/2] by fp32 arithmetic, as transformers does; fp64 models hold the
-    same values in fp64."""
-    # a table, not arithmetic in the kernels: both engines and C++ read the same bits
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    if magnitude != 1.0:
-        cos, sin = cos * magnitude, sin * magnitude
-    wide = torch.promote_types(dtype, torch.float32)
-    return cos.to(device, wide), sin.to(device, wide)
 
 
 class RmsNorm:
@@ -134,12 +112,9 @@ class DecoderLayer(nn.Module):
     @classmethod
     def rope_tables(cls, config: ModelConfig, dtype: torch.dtype, device: str) -> Rope:
         """cos and sin of every position, for all layers."""
-        theta, dim, scaling = config.rope_theta, config.rotary_dim, config.rope_scaling
-        if scaling is None:
-            frequencies, magnitude = plain_frequencies(theta, dim), 1.0
-        else:
-            frequencies, magnitude = scaling.frequencies(theta, dim), scaling.magnitude
-        return cos_and_sin(config, frequencies, magnitude, dtype, device)
+        # set-up that a first reader can do without: a table of what apply_rope reads
+        tables: Rope = resolve_name(_ROPE_TABLES)(config, dtype, device)
+        return tables
 
     def _add_norms(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         """The norms, in the order of the computation: parameters are counted in it."""

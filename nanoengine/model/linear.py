@@ -19,7 +19,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-import kernels
 from kernels import add_rows_, linear, linear_logprob, pack_weight
 from kernels.cpp.decoder import DecoderMatrix
 from kernels.linear import InputRecipe
@@ -173,20 +172,6 @@ class TensorSplit:
             batch_invariant=head.batch_invariant,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
-
-    def likeliest(
-        self, hidden_PE: Tensor, head: OutputHead, k: int, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """(ids [P, k], logp [P, k]) of the k likeliest tokens of the whole vocabulary, likeliest
-        first. No gradient."""
-        return kernels.linear_topk(
-            hidden_PE,
-            head.weight_VE,
-            k,
-            temperature=temperature,
-            packed=head.packed,
-            logits_dtype=head.dtype,
-        )
 
 
 class _Embedding(torch.autograd.Function):

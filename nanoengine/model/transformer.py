@@ -17,6 +17,7 @@ Next: layers.py, linear.py, attention.py; architectures/ for what is not dense.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -36,6 +37,7 @@ _LAYERS = {  # by `ModelConfig.is_dense`
     True: "nanoengine.model.layers:DecoderLayer",
     False: "nanoengine.architectures.family_layer:FamilyLayer",
 }
+_FRESH = "nanoengine.model.fresh_weights:init_weights"
 _ROPES = ("rope_cos", "rope_sin", "local_rope_cos", "local_rope_sin")
 
 
@@ -175,20 +177,11 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         # two tensors from layer to layer: the stream, and what is to be added to it
         residual_TE: Tensor | None = None
-        if activation_checkpointing and torch.is_grad_enabled():
-            for layer in layers:
-                x_TE, residual_TE = checkpoint(
-                    layer,
-                    x_TE,
-                    residual_TE,
-                    rope,
-                    context,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-        else:
-            for layer in layers:
-                x_TE, residual_TE = layer(x_TE, residual_TE, rope, context)
+        recomputes = activation_checkpointing and torch.is_grad_enabled()
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers:
+            run = partial(again, layer) if recomputes else layer
+            x_TE, residual_TE = run(x_TE, residual_TE, rope, context)
         assert residual_TE is not None, "there is at least one layer"
         return x_TE, residual_TE
 
@@ -228,25 +221,13 @@ class Transformer(nn.Module):
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
         state that predicts it, and the entropy [P] of that distribution if it is asked for. Of
         several ids for each state, [P, M], logp [P, M]. Differentiable."""
-        head, hidden_PE = self._output_head(), self.scale_for_head(hidden_PE)
+        head, hidden_PE = self.output_head(), self.scale_for_head(hidden_PE)
         return self.split.logprobs(
             hidden_PE, head, ids_P, LogprobOptions() if options is None else options
         )
 
-    @torch.no_grad()
-    def likeliest(
-        self, hidden_PE: Tensor, k: int, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """(ids [P, k], logp [P, k]) of the k likeliest next tokens, likeliest first. `ValueError`
-        for a k that is larger than the vocabulary."""
-        if not 1 <= k <= self.config.vocab_size:
-            raise ValueError(
-                f"k={k}: must be from 1 to the vocabulary's {self.config.vocab_size}; lower it"
-            )
-        hidden_PE = self.scale_for_head(hidden_PE)
-        return self.split.likeliest(hidden_PE, self._output_head(), k, temperature)
-
-    def _output_head(self) -> OutputHead:
+    def output_head(self) -> OutputHead:
+        """This rank's part of the head, with its prepacked copy."""
         assert self.int8_head is None, "a trainer's head, or a scorer's, is not quantised"
         return OutputHead(
             self.lm_head_weight,
@@ -315,25 +296,5 @@ class Transformer(nn.Module):
         resolve_name("nanoengine.formats.hf:check_held")(self, outcome)
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
-        """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
-        as in GPT-2. Norms multiply by 1, biases and sinks are 0. The same seed gives the same
-        weights in every dtype and however the model is split. Not of int8 matrices: quantise
-        afterwards."""
-        assert self.quantization != "int8", "their parameters have no memory"
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = std / (2 * self.config.num_layers) ** 0.5
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name.endswith(("bias", "sinks")):
-                    parameter.zero_()
-                    continue
-                if parameter.dim() == 1:
-                    parameter.fill_(self.rms.neutral)
-                    continue
-                scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
-                # of a part of a model the whole is drawn (parallel/parameter_record.py)
-                part = getattr(getattr(parameter, "record", None), "slice", None)
-                shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
-                fresh = torch.randn(shape, generator=generator) * scale
-                parameter.copy_(fresh if part is None else part.take(fresh))
-        self.repack()
+        """Draw fresh normal weights of `std` (fresh_weights.py)."""
+        resolve_name(_FRESH)(self, seed, std)

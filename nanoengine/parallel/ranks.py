@@ -28,7 +28,7 @@ from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.ring_scorer import RingScorer
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import PassScorer
 
 
 class Ranks(Alone):
@@ -78,7 +78,7 @@ class Ranks(Alone):
         )
         return self._optimizer
 
-    def scorer(self, model: Transformer, config: EngineConfig) -> Scorer:
+    def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:
         if self._grid.size("cp") == 1:
             return super().scorer(model, config)
         return RingScorer(
@@ -91,13 +91,13 @@ class Ranks(Alone):
 
     # -- passes ------------------------------------------------------------------------------
 
-    def own_micro_batches(self, scorer: Scorer, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def own_micro_batches(self, scorer: PassScorer, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Those of this rank's samples; none where it has no samples."""
         if not samples and self._grid.size(DATA_AXES) > 1:
             return []
         return scorer.micro_batches(samples)
 
-    def micro_batches(self, scorer: Scorer, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def micro_batches(self, scorer: PassScorer, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches, and as many without any sample as it takes for all ranks to meet in
         the same collectives."""
         micros = self.own_micro_batches(scorer, samples)

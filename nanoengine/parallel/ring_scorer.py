@@ -15,7 +15,7 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import Mesh
-from nanoengine.scoring import Foresight, Part, PartScores, Scorer
+from nanoengine.scoring import Foresight, Part, PartScores, PassScorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class RingPart(Part):
     ring: ContextSplit
 
 
-class RingScorer(Scorer):
-    """Scores as a `Scorer` does; all ranks of the axis are given the same micro-batches."""
+class RingScorer(PassScorer):
+    """Scores as a `PassScorer` does; all ranks of the axis are given the same micro-batches."""
 
     def __init__(self, model: Transformer, mesh: Mesh, **options: Any) -> None:
         super().__init__(model, **options)
@@ -56,7 +56,7 @@ class RingScorer(Scorer):
         only_masked: bool = False,
         foresight: Foresight | None = None,
     ) -> PartScores:
-        """Score as `Scorer.logprobs` does; no rank foresees a loss of tokens it does not have."""
+        """Score as `PassScorer` does; no rank foresees a loss of tokens it does not have."""
         return super().logprobs(micro, temperature, entropy=entropy, only_masked=only_masked)
 
     def whole(self, values: Tensor, part: Part) -> Tensor:

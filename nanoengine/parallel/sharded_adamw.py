@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from nanoengine.config import AdamWConfig
 from nanoengine.flat import BucketState
-from nanoengine.optim import AdamW, sum_of_squares
+from nanoengine.optim import sum_of_squares
 from nanoengine.parallel.data_parallel import GradientReducer
 from nanoengine.parallel.layout import REPLICA_AXES, WORLD
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.shards import ShardedBucket, ShardedState, entries_of
 from nanoengine.parallel.zero import Residency, check_zero, cut_into_buckets
+from nanoengine.state.kept_adamw import AdamW
 
 
 class ShardedAdamW(AdamW):
@@ -118,6 +119,12 @@ class ShardedAdamW(AdamW):
                 handles.append(state.gather(self.mesh))
         for handle in handles:
             handle.wait()
+
+    def read_weights(self) -> None:
+        """Take this rank's share of the parameters as its new masters."""
+        self._require_loaded()
+        for state in self.states:
+            state.read()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

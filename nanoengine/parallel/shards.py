@@ -158,6 +158,7 @@ class ShardedState(BucketState):
 
     @torch.no_grad()
     def read(self) -> None:
+        """Take the weights, those that this rank owns, as the new masters."""
         mine = self.bucket.mine(self.weights)
         for target in (self.master, self.shard):
             if target.data_ptr() != mine.data_ptr():

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.state.slices import Box, Held, cover, make_piece
-from nanoengine.tensor_file import CHUNK_BYTES, CheckpointError, read_header, read_tensor
+from nanoengine.state.tensor_file import CHUNK_BYTES, CheckpointError, read_header, read_tensor
 
 META, LATEST = "meta.json", "latest"
 FORMAT = 2

@@ -36,7 +36,7 @@ from nanoengine.state.checkpoint import (
     write_synced,
 )
 from nanoengine.state.slices import Held, Piece
-from nanoengine.tensor_file import CheckpointError, write_tensors
+from nanoengine.state.tensor_file import CheckpointError, write_tensors
 
 _POLL_S = 0.005
 _FAILED = "failed"

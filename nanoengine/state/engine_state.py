@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import release_memory
-from nanoengine.engine import Engine
 from nanoengine.formats import hf
-from nanoengine.optim import AdamW, Kind
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import record_of
@@ -36,8 +34,10 @@ from nanoengine.state.checkpoint import (
 )
 from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.fingerprint import fingerprints
+from nanoengine.state.kept_adamw import AdamW, Kind
 from nanoengine.state.slices import Held, Piece, cut_parameter
-from nanoengine.tensor_file import CheckpointError, dtype_name
+from nanoengine.state.tensor_file import CheckpointError, dtype_name
+from nanoengine.state.whole_engine import Engine
 
 
 class EngineState:

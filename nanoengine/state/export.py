@@ -28,7 +28,7 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece
-from nanoengine.tensor_file import dtype_name, map_safetensors
+from nanoengine.state.tensor_file import dtype_name, map_safetensors
 
 
 def export_hf(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from nanoengine.optim import AdamW
-from nanoengine.tensor_file import read_tensor, tensor_bytes
+from nanoengine.optim import FlatAdamW
+from nanoengine.state.tensor_file import read_tensor, tensor_bytes
 
 
 class Parked:
@@ -17,7 +17,7 @@ class Parked:
     GPU in host memory, from a CPU in a temporary file in `folder`. Views stay valid. Gradients come
     back without their values."""
 
-    def __init__(self, optimizer: AdamW, folder: Path | str | None) -> None:
+    def __init__(self, optimizer: FlatAdamW, folder: Path | str | None) -> None:
         buffers = [optimizer.exp_avg, optimizer.exp_avg_sq]
         for state in optimizer.states:
             buffers += [state.master] if state.is_apart else []

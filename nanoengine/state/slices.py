@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from nanoengine.parallel.parameter_record import Slice
-from nanoengine.tensor_file import dtype_name
+from nanoengine.state.tensor_file import dtype_name
 
 T = TypeVar("T")
 

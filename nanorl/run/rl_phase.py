@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.observability.alarms.alarms import NO_SIGNAL

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoinfer.cancellation import to_the_end
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.observability.report.observer import PhaseBegun

@@ -20,8 +20,8 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
+from nanoengine.heads.scorer import Policy
 from nanoengine.packing import Sample
-from nanoengine.scoring import Policy
 from nanorl.batch_metrics import action_mask, logp_gap
 from nanorl.batching import TrainBatch, samples_of
 from nanorl.fields import Field

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nanoengine.formats.hf import load_model
 from nanoengine.formats.sources import resolve_model
+from nanoengine.heads.scorer import Policy, Scorer
 from nanoengine.model.config import ModelConfig
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
-from nanoengine.scoring import Policy, Scorer
 from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import MIXED, ReferenceName, parse_references, shares_of
 

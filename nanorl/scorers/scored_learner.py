@@ -16,9 +16,10 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from nanoengine.engine import Engine, LossFn, WeightFn
+from nanoengine.engine import LossFn, WeightFn
+from nanoengine.heads.scorer import Policy
 from nanoengine.packing import Sample
-from nanoengine.scoring import Policy
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.batch_scoring import Scoring, score_group
 from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.spec import AlgorithmSpec
@@ -72,6 +73,8 @@ class Scorers:
 
 class ScoredLearner(Learner):
     """Owns the training engine, and the reference and the critic where the algorithm has them."""
+
+    engine: Engine
 
     def __init__(
         self,

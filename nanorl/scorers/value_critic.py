@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
+from nanoengine.heads.value_engine import ValueEngine, ValueModel
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.value_engine import ValueEngine, ValueModel
 from nanorl.algorithms.losses import value_loss
 from nanorl.fields import Field
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nanoengine.build import build_engine, build_value_engine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 
 SAMPLES = [
     Sample(tokens=[3, 1, 4, 1, 5, 9][:n], loss_mask=[0, *([1] * (n - 1))]) for n in (6, 5, 3, 6)

@@ -17,11 +17,9 @@ from pool import Rank
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.families import FAMILIES
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel, zero
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -30,7 +28,9 @@ from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import Slice, record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
+from nanoengine.state.kept_adamw import AdamW
+from nanoengine.state.whole_engine import Engine
 
 VOCAB = 211  # a prime: no number of ranks divides it
 EXPERTS: Any = {

@@ -13,7 +13,7 @@ from pool import Rank
 from torch import Tensor, nn
 
 from nanoengine.config import AdamWConfig, EngineConfig
-from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.engine import NonFiniteLoss
 from nanoengine.model.attention import PackedContext
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
@@ -22,7 +22,8 @@ from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.parallel.parameter_record import record_of
 from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
+from nanoengine.state.whole_engine import Engine
 
 
 def logprobs_over_the_vocabulary(

@@ -15,21 +15,21 @@ from parallel_cases import Case, Result
 from pool import Rank
 from torch import Tensor
 
-from nanoengine import pipeline_engine
-from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
+from nanoengine.parallel import pipeline_engine
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import record_of
+from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.stage import make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.pipeline_engine import PipelineEngine
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.export import export_hf
 from nanoengine.state.reshard import Resharder, model_pieces
+from nanoengine.state.whole_engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def resume(rank: Rank, run: Run, root: str) -> Saved:
 
 def load_refused(rank: Rank, run: Run, root: str) -> tuple[str, bool]:
     """The message, and whether the weights stayed as they were."""
-    from nanoengine.tensor_file import CheckpointError
+    from nanoengine.state.tensor_file import CheckpointError
 
     engine = make_engine(run, rank.mesh(run.case.layout))
     before = state_of(engine)

@@ -22,7 +22,7 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import LOOPBACK, join_mesh, open_store
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 
 # eps: a gradient that is all rounding must not become a step of random sign
 CONFIG = EngineConfig(lr=1e-2, max_grad_norm=0.0, eps=1e-4)

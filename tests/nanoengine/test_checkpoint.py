@@ -23,7 +23,7 @@ from nanoengine.state.checkpoint import (
     list_checkpoints,
     open_checkpoint,
 )
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -215,7 +215,7 @@ def test_latest_loads_after_kill_9_at_any_moment(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, sys, torch
 from checkpoint_formats import save_checkpoint
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 save_checkpoint(sys.argv[1], 1, {"w": torch.ones(1000)}, {"step": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -19,7 +19,7 @@ from nanoengine.state import checkpoint_writer
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import Box, Held, Piece, make_piece
-from nanoengine.tensor_file import CheckpointError, write_tensors
+from nanoengine.state.tensor_file import CheckpointError, write_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import plain_frequencies
+from nanoengine.model.rope_tables import plain_frequencies
 from nanoengine.model.transformer import Transformer, layer_class
 
 NUM_TOKENS = 12  # more than the widest window

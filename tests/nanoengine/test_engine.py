@@ -17,13 +17,14 @@ from tiny_models import optimizer_state
 from kernels import pack_weight
 from nanoengine.config import EngineConfig
 from nanoengine.determinism import require_deterministic_cublas
-from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.engine import NonFiniteLoss
 from nanoengine.formats.hf import save_model
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 
 VOCAB = 211
 ADAM_EPS = 1e-4  # with 1e-8 a gradient that is all rounding becomes a step of random sign

@@ -16,13 +16,13 @@ from checkpoint_formats import write_format_1
 from tiny_models import optimizer_state
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import get_rng_state
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
+from nanoengine.state.whole_engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -231,7 +231,7 @@ RSS = """
 import torch
 from torch import nn
 from nanoengine.config import AdamWConfig
-from nanoengine.optim import AdamW
+from nanoengine.state.kept_adamw import AdamW
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 weight = nn.Parameter(torch.ones(5000, 2000, dtype=torch.bfloat16))
 optimizer = AdamW([nn.ParameterDict({"w": weight})], AdamWConfig())

@@ -14,7 +14,6 @@ from rich.console import Console
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.families import FAMILIES
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
@@ -35,6 +34,7 @@ from nanoengine.plan.footprint import (
     rank_params,
     train_flops,
 )
+from nanoengine.state.whole_engine import Engine
 
 PUBLISHED = {
     "smollm2-135m": 134_515_008,

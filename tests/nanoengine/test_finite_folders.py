@@ -15,10 +15,10 @@ from kernels.memory import all_finite
 from nanoengine.formats.hf import export_state, hf_views, load_model, load_stages, read_state
 from nanoengine.formats.mxfp4 import widen_mxfp4, widened
 from nanoengine.formats.sources import resolve_model
+from nanoengine.heads.sequence_classifier import load_sequence_classifier
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.stage import Stage
-from nanoengine.sequence_classifier import load_sequence_classifier
 
 BAD = (float("nan"), float("inf"), float("-inf"))
 

@@ -16,7 +16,7 @@ from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.formats.hf import read_state
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint, write_meta, write_synced
 from nanoengine.state.run_folder import take_lock
-from nanoengine.tensor_file import CheckpointError, read_header, write_tensors
+from nanoengine.state.tensor_file import CheckpointError, read_header, write_tensors
 
 
 def header_file(path: Path, header: object, *, size: int | None = None, more: bytes = b"") -> Path:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from nanoengine.architectures.rope import YarnRope
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, hf_views, load_model, save_model
 from nanoengine.formats.mxfp4 import widen_mxfp4
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 from nanoinfer import InferConfig, LLMEngine
 from nanoinfer.params import SamplingParams
 

@@ -16,14 +16,14 @@ from nanoengine.adapters.lora_adapter import LoraBase
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.architectures.quantized import Int8Linear
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, held_state, load_model, save_model
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams

@@ -15,11 +15,11 @@ from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.architectures.quantized import quantize
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 
 SHAPE = "qwen2-untied-theta"
 IDS = [5, 17, 99, 3, 140, 7, 23, 5, 61, 88]

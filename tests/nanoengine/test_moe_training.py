@@ -11,11 +11,11 @@ import torch
 from tiny_models import save_reference
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, load_model, load_state
 from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 
 
 def make_samples() -> list[Sample]:

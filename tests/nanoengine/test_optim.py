@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from nanoengine.config import AdamWConfig
-from nanoengine.optim import AdamW, lr_at
+from nanoengine.optim import lr_at
+from nanoengine.state.kept_adamw import AdamW
 
 SHAPES = {"embed": (37, 16), "norm": (16,), "up": (33, 16), "up_bias": (33,)}
 

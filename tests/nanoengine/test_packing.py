@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nanoengine import packing
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import balanced_parts
+from nanoengine.heads.scorer import Scorer
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
-from nanoengine.scoring import Scorer
+from nanoengine.parallel.dealing import balanced_parts
 
 
 def sample(tokens: list[int], prompt: int = 1, group: str | None = None) -> Sample:

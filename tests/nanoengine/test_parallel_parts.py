@@ -19,7 +19,6 @@ from parallel_cases import VOCAB, Case
 from pool import WorkerPool
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
@@ -27,7 +26,8 @@ from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh, wire_bytes
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.sft import num_loss_tokens
+from nanoengine.sft.chats import num_loss_tokens
+from nanoengine.state.whole_engine import Engine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 HIDDEN, LAYERS, KV_WIDTH = 48, 3, 32  # of the model in parallel_cases.py

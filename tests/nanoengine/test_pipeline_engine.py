@@ -17,14 +17,14 @@ from pool import WorkerPool
 from test_parallel_training import compare
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.schedules import make_schedule
-from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.state.checkpoint import open_checkpoint
+from nanoengine.state.whole_engine import Engine
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 

@@ -21,7 +21,7 @@ from nanoengine.formats.families import FAMILIES
 from nanoengine.formats.hf import load_model
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import plain_frequencies
+from nanoengine.model.rope_tables import plain_frequencies
 
 NUM_DRAWS = 240
 FIELDS = {

@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from nanoengine import sft_run
 from nanoengine.formats.hf import hf_views, load_model
-from nanoengine.sft import Order, chat_sample, read_chats
+from nanoengine.sft import sft_run
+from nanoengine.sft.chats import Order, chat_sample, read_chats
 from nanoengine.state.checkpoint import list_checkpoints
 from nanoengine.stop_signals import Interrupted
 from nanoengine.text.tokenizer import ChatTokenizer

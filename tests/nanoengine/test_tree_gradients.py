@@ -11,8 +11,8 @@ import torch
 from random_trees import make_model, random_tree
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
+from nanoengine.state.whole_engine import Engine
 
 NUM_STEPS, TREES_A_STEP = 10, 20
 BUDGETS = (10_000, 160, 40)  # whole trees, some cut, nearly all cut

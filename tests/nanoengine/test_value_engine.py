@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.heads.scorer import Scorer
+from nanoengine.heads.value_engine import ValueEngine, ValueModel
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import Scorer
-from nanoengine.value_engine import ValueEngine, ValueModel
+from nanoengine.state.whole_engine import Engine
 
 
 def make_policy(dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Transformer:

@@ -33,8 +33,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from nanoengine.engine import Engine
 from nanoengine.state.engine_state import optimizer_pieces
+from nanoengine.state.whole_engine import Engine
 
 _BASE = {
     "vocab_size": 211,

@@ -12,11 +12,11 @@ from kernels import Int8Weight
 from nanoengine.adapters.lora import LowRank
 from nanoengine.architectures.quantized import Fp8Linear, Int8Linear, quantize, quantize_head
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, load_model, save_model
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams

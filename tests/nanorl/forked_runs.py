@@ -146,7 +146,7 @@ def _main(
 
 
 def _slow_down(slow: Slow) -> None:
-    from nanoengine.optim import AdamW
+    from nanoengine.state.kept_adamw import AdamW
 
     update, num_updates = AdamW.step, 0
 

@@ -25,14 +25,15 @@ from torch import Tensor
 
 from nanoengine.build import build_engine, build_value_engine
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import Deal, deal
-from nanoengine.engine import Engine, LossFn
+from nanoengine.engine import LossFn
 from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, TopTokens
+from nanoengine.parallel.dealing import Deal, deal
 from nanoengine.parallel.layout import DATA_AXES, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.losses import value_loss

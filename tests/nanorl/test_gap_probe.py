@@ -12,8 +12,8 @@ from test_async_training import PROMPT, make_model, train
 from test_transfer_queue import group
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.packing import Sample
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.flow.group import FinishedGroup

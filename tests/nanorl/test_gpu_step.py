@@ -18,10 +18,11 @@ import torch
 from fake_cuda import SHAPE, Copy, FakeCuda, WrongDevice, fake_gpu
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.heads.scorer import Scorer
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import PassScorer
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
@@ -221,13 +222,13 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
 
 
 def test_an_index_on_the_cpu_is_found(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Scorer.part
+    part = PassScorer.part
 
-    def with_cpu_index(self: Scorer, micro: Any) -> Any:
+    def with_cpu_index(self: PassScorer, micro: Any) -> Any:
         made = part(self, micro)
         return replace(made, counted=torch.arange(len(micro.target_ids_T)))
 
-    monkeypatch.setattr(Scorer, "part", with_cpu_index)
+    monkeypatch.setattr(PassScorer, "part", with_cpu_index)
     with pytest.raises(WrongDevice, match=r"nanoengine/scoring\.py"):
         a_step(gpu, configured())
 

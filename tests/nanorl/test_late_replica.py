@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanorl.distributed.roles.cluster import Cluster
 from nanorl.options.cluster_config import ClusterConfig
 from nanorl.options.parts import Parts

@@ -19,8 +19,8 @@ from parallel_cases import Result
 from pool import WorkerPool
 from test_parallel_training import put_together
 
-from nanoengine.dealing import Deal, data_index, deal
 from nanoengine.packing import Sample, make_micro_batches
+from nanoengine.parallel.dealing import Deal, data_index, deal
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanorl.algorithms import option_groups
 from nanorl.batching import TrainBatch

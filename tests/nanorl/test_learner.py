@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kernels.linear_logprob import ChunkLogits
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.engine import NonFiniteLoss
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.learner import Learner
 from nanorl.options.phase_config import RLConfig

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "nanoinfer"))
 
 from tiny_text import VOCAB, make_tokenizer
 
-from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
+from nanoengine.heads.sequence_classifier import load_sequence_classifier, score_sequences
 from nanorl.envs.rewards import reward_model
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.rewards.function_reward import score_rollout

@@ -13,8 +13,8 @@ from layout_cases import DENSE, write_model
 from test_recipe_references import NUM_BATCHES, same
 from torch import Tensor
 
+from nanoengine.heads.scorer import Scorer
 from nanoengine.packing import Sample, TopTokens
-from nanoengine.scoring import Scorer
 from nanorl.algorithms.recipes import named_spec
 from nanorl.options.engine_config import EngineLimits
 from nanorl.options.phase_config import RLConfig

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.flat import lay_out
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

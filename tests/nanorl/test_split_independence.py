@@ -24,10 +24,10 @@ from torch import Tensor
 
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import deal
-from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens
+from nanoengine.parallel.dealing import deal
 from nanoengine.parallel.layout import Layout
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec

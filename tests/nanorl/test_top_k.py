@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.heads.scorer import Scorer
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
-from nanoengine.scoring import Scorer
+from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.top_k import topk_kl, with_tail

@@ -17,10 +17,10 @@ from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import load_model, read_state
 from nanoengine.optim import lr_at
 from nanoengine.packing import MicroBatch, Sample
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.serving.training_service.checkpoints import TinkerPath

@@ -9,11 +9,11 @@ import torch
 from random_trees import VOCAB, make_model, random_sequences
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
-from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft.chats import num_loss_tokens, sft_loss
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams

@@ -16,8 +16,8 @@ from pipeline_engine_cases import Run, config_of, make_engine
 from torch import Tensor
 from weight_cases import serve, weights_of
 
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, read_state
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.engine import LLMEngine
 from nanorl.distributed.weights.cuda_ipc import GpuHandle
 from nanorl.distributed.weights.delta import apply_changes, changes

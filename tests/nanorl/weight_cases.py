@@ -23,10 +23,10 @@ from pool import PRELOAD
 from torch import Tensor
 
 from kernels.transport.checksum import checksum, copy_with_checksums
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanorl.distributed.weights import dist as dist_link

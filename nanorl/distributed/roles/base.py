@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoengine.config import EngineConfig
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.role import Role
 from nanorl.observability.monitor.monitor_control import ClusterControl

@@ -26,8 +26,8 @@ from typing import Any
 
 from nanoengine.build import check_layout
 from nanoengine.config import EngineConfig
+from nanoengine.heads.scorer import Policy
 from nanoengine.parallel.layout import Layout
-from nanoengine.scoring import Policy
 from nanorl.distributed.roles.actor_role import ActorRole
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.distributed.roles.collector_role import CollectorRole, collector_role

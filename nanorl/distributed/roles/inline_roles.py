@@ -13,12 +13,12 @@ import torch
 from kernels.memory import release_memory
 from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.adapters.lora_engine import LoraEngine
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import load_model, replace_folder, replace_model
+from nanoengine.heads.scorer import Policy
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import enter_device, worker_thread
-from nanoengine.scoring import Policy
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanorl.distributed.roles.base import RunCritic

@@ -5,9 +5,9 @@
                                       ◄───   metrics, log-probs of its share
 
 `RankedEngine` looks like an `Engine` to whoever trains. It deals the samples of a batch out
-(nanoengine/dealing.py) and puts the log-probs back in order; losses and gradients are sums over all
-ranks divided by one weight, so the deal changes nothing but the order of sums, and of a single rank
-not even that. Its methods block: they are called in a thread beside the event loop.
+(nanoengine/parallel/dealing.py) and puts the log-probs back in order; losses and gradients are sums
+over all ranks divided by one weight, so the deal changes nothing but the order of sums, and of a
+single rank not even that. Its methods block: they are called in a thread beside the event loop.
 
 A rank that dies takes its group with it (a collective operation cannot go on without it), and every
 call then raises `TrainerLost`: what the ranks knew since the newest checkpoint is gone, so who runs
@@ -27,15 +27,16 @@ from torch import Tensor
 
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import Deal, deal
-from nanoengine.engine import Engine, LossFn, WeightFn
+from nanoengine.engine import LossFn, WeightFn
 from nanoengine.formats.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample, TopTokens
+from nanoengine.parallel.dealing import Deal, deal
 from nanoengine.parallel.device import resolve_device
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.state.export import export_hf
+from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.roles.role_ranks import results, start_ranks
 from nanorl.distributed.roles.shared_folder import require_folder
 from nanorl.distributed.roles.work import WorkThread

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoengine.scoring import Policy
+from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.actor_role import ActorRole, Pulse, heard, status_of, until_dead
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.distributed.roles.policy_role import TrainerLost

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from kernels.transport.checksum import copy_with_checksums
-from nanoengine.engine import Engine
 from nanoengine.plan.footprint import num_params
-from nanoengine.tensor_file import dtype_name
+from nanoengine.state.tensor_file import dtype_name
+from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
 from nanorl.distributed.weights.shm import PADDING_BYTES, aligned, tensor_at
 from nanorl.distributed.weights.version_ledger import ReaderLedger

@@ -30,13 +30,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.transport.checksum import checksum
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import read_state, write_folder
 from nanoengine.parallel.layout import WORLD
 from nanoengine.plan.footprint import num_params
 from nanoengine.state.checkpoint import sync_folder
 from nanoengine.state.export import export_hf
-from nanoengine.tensor_file import dtype_name, write_tensors
+from nanoengine.state.tensor_file import dtype_name, write_tensors
+from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.weights.delta import apply_changes, changes
 from nanorl.distributed.weights.offer import (
     BaseVersionMissing,

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from kernels.transport.checksum import checksum
-from nanoengine.engine import Engine
 from nanoengine.parallel.layout import WORLD, Layout
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import address_towards
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece
+from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.weights.offer import Named, Offer, WeightsRefused
 
 _ANNOUNCEMENT = "announcement"

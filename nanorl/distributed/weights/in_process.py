@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from nanoengine.engine import Engine
+from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
 from nanorl.options.run_config import RunConfig
 from nanorl.publisher import SharedWeights

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.transport.checksum import checksums_and_finite
-from nanoengine.engine import Engine
-from nanoengine.tensor_file import dtype_name
+from nanoengine.state.tensor_file import dtype_name
+from nanoengine.state.whole_engine import Engine
 
 Named = Iterator[tuple[str, Tensor]]
 """Whole tensors under their Hugging Face names, to be read and not to be written to."""

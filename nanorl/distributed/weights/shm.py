@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from kernels.transport.checksum import checksums, copy_with_checksums
-from nanoengine.engine import Engine
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import model_pieces
 from nanoengine.state.slices import Box, Copy, Held, Piece, make_plan
+from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
 from nanorl.distributed.weights.version_ledger import LEDGER_BYTES, ReaderLedger
 from nanosched.shared_buffer import SharedBuffer

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from nanoengine.heads.sequence_classifier import load_sequence_classifier, score_sequences
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import worker_thread
-from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task

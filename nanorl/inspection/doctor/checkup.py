@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.parallel.device import free_bytes
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.distributed.roles.player import Player
 from nanorl.envs.base import TeacherError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.store import Entry, RolloutStore, content_hash

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.state.checkpoint import open_checkpoint, read_cursor
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanorl.distributed.roles.inline_roles import InlineRoles
 from nanorl.inspection.replay.past_run import UNTRAINED, PastRun
 from nanorl.learner import Learner

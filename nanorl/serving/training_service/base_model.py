@@ -23,12 +23,12 @@ from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.formats.hf import copy_extra_files, load_model, read_state, write_folder
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
+from nanoengine.state.whole_engine import Engine
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.engine import LLMEngine
 from nanorl.serving.training_service.checkpoints import Record

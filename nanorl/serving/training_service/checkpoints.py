@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanoengine.formats.hf import replace_folder
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 
 Kind = Literal["weights", "sampler_weights"]
 _PATH = re.compile(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanoengine.engine import NonFiniteLoss
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.server.http_io import ApiError
 
 LOG = logging.getLogger("nanorl.serving.training_service")

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import Output
 from nanoinfer.server.http_io import ApiError
 from nanorl.serving.training_service.checkpoints import (

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanoengine.parallel.device import worker_thread
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.server.access import require_key
 from nanoinfer.server.http_io import (
     ApiError,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.engine import NonFiniteLoss
+from nanoengine.state.whole_engine import Engine
 from nanorl.serving.training_service.checkpoints import Record
 from nanorl.serving.training_service.service_losses import find_loss, make_samples
 from nanorl.serving.training_service.service_messages import ForwardBackward, write_forward_backward

@@ -16,10 +16,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from kernels import flash_attn_varlen, linear, linear_logprob, logits_logprob, paged_attention
 from kernels.triton.grouped_gemm import rows_a_tile
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
+from nanoengine.state.whole_engine import Engine
 from nanoinfer import model_runner
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
+from nanoengine.state.whole_engine import Engine
 
 
 class ValueModel(Transformer):

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.formats.hf import check_finite, load_state, read_state
+from nanoengine.heads.scorer import Scorer
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.scoring import Scorer
 
 _HEAD = "score.weight"
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, LossFn
+from nanoengine.engine import LossFn
 from nanoengine.formats import hf
+from nanoengine.heads.top_tokens import pick_top
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (
     MicroBatch,
@@ -37,7 +38,7 @@ from nanoengine.parallel.sharded_adamw import ShardedAdamW
 from nanoengine.parallel.stage import Stage, sum_tied_gradients
 from nanoengine.parallel.tensor_parallel import gather_slice
 from nanoengine.scoring import Part
-from nanoengine.top_tokens import pick_top
+from nanoengine.state.whole_engine import Engine
 
 HOLDERS = ("pp", "ep")
 """Ranks that together hold every tensor (tensor-parallel neighbours each a slice)."""

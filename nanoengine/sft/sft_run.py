@@ -9,7 +9,7 @@ a step), checkpoints/ and, at the end, model/ (a Hugging Face folder).
 Each process of the layout makes its own SftRun. Only the first prints and writes; all of them step,
 save and export together. `SftRank` is one as an actor, for processes that a scheduler starts.
 Left out: starting the processes and reading the command line (scripts/train_sft.py).
-Next: sft.py (chats and the loss), engine.py (a step).
+Next: chats.py (chats and the loss), engine.py (a step).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nanoengine.build import build_engine, check_layout
 from nanoengine.config import EngineConfig
-from nanoengine.dealing import deal
 from nanoengine.formats.sources import resolve_model
 from nanoengine.formats.template_files import template_files
 from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample
+from nanoengine.parallel.dealing import deal
 from nanoengine.parallel.device import enter_device, resolve_device, worker_thread
 from nanoengine.parallel.layout import WORLD, LayoutConfig
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.plan.footprint import mfu
-from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
+from nanoengine.sft.chats import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
 from nanoengine.state.run_folder import RunFolder
