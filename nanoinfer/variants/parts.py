@@ -8,7 +8,7 @@ from nanoengine.architectures.quantized import quantize, quantize_head
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
-from nanoinfer.engine import EngineParts
+from nanoinfer.engine_core import EngineParts
 from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
 from nanoinfer.gpu.sizes import sized
 from nanoinfer.kv_cache import CacheLayout, KVCache
