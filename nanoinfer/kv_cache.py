@@ -6,7 +6,7 @@ and used by all layers. A cache in fp8 is variants/fp8_cache.py.
 
 Left out: other attention than causal and windows; freeing the blocks that have left the windows of
 all layers (a sequence keeps its blocks to its end).
-Next: model_runner.py (who calls this), kernels/paged_attention.py (the attention itself).
+Next: model_runner.py (who calls this), kernels/paged/paged_attention.py (the attention itself).
 """
 
 from __future__ import annotations

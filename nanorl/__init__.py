@@ -15,8 +15,9 @@ api.py, cli.py          the library and the console command (commands/, a file a
 options/, plugins.py    every option, how it is given, two sets of them that work; names of a
                         user's own code
 parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
-roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
-run/                    the phases of a run and who is told of them; its parts, sized for the
+distributed/roles/                  who computes what: engines, agents, store; here (inline.py) or
+in processes run/                    the phases of a run and who is told of them; its parts, sized
+for the
                         machine; checkpoints, what it leaves behind
 trainer.py              the RL loop: which rollouts may start, which groups make a batch
 collector.py            plays the rollouts of a group
@@ -27,10 +28,12 @@ evaluation.py, store.py success on held-out tasks; every rollout, kept
 publisher.py            how the rollout engine gets the weights
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
-agent), tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where programs
-run), hosting/ (where a user's code runs), http_record/ (its HTTP, recorded and replayed), tasks/,
-rewards/, store/, report/, trackers/, weights/ (how they reach engines in other processes),
-monitor/ (who looks on) and trajectories/ (rollouts in formats of other tools).
+agent), envs/tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where
+programs run), envs/hosting/ (where a user's code runs), envs/http_record/ (its HTTP, recorded and
+replayed), envs/tasks/, envs/rewards/, observability/store/, observability/report/,
+observability/trackers/, distributed/weights/ (how they reach engines in other processes),
+observability/monitor/ (who looks on) and observability/trajectories/ (rollouts in formats of other
+tools).
 """
 
 from __future__ import annotations
@@ -41,54 +44,54 @@ import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
 
 if TYPE_CHECKING:
     from nanoinfer.chat.base import ToolCall
-    from nanorl.api import TrainedRun, evaluate, export, train
+    from nanorl.commands.api import TrainedRun, evaluate, export, train
+    from nanorl.commands.rehearsal import Rehearsal, rehearse
     from nanorl.envs.env import Env, final_answer, last_number
-    from nanorl.rehearsal import Rehearsal, rehearse
-    from nanorl.rewards.base import Score, Transcript
-    from nanorl.rewards.judge import JudgeReward
-    from nanorl.rewards.math import MathReward
-    from nanorl.rewards.reward_model import ModelReward
-    from nanorl.rewards.rule import RuleReward
-    from nanorl.rewards.tests import UnitTestReward
-    from nanorl.rewards.weighted import WeightedReward
-    from nanorl.tools.base import ToolError
-    from nanorl.tools.mcp import mcp_tools
-    from nanorl.tools.python import python
-    from nanorl.tools.workspace import bash, edit, python_session, read, submit, write
+    from nanorl.envs.rewards.base import Score, Transcript
+    from nanorl.envs.rewards.judge import JudgeReward
+    from nanorl.envs.rewards.math_reward import MathReward
+    from nanorl.envs.rewards.reward_model import ModelReward
+    from nanorl.envs.rewards.rule import RuleReward
+    from nanorl.envs.rewards.tests import UnitTestReward
+    from nanorl.envs.rewards.weighted import WeightedReward
+    from nanorl.envs.tools.base import ToolError
+    from nanorl.envs.tools.mcp import mcp_tools
+    from nanorl.envs.tools.python import python
+    from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
     from nanorl.types import InfrastructureError, Rollout, Task
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
     "Env": "nanorl.envs.env:Env",
     "InfrastructureError": "nanorl.types:InfrastructureError",
-    "JudgeReward": "nanorl.rewards.judge:JudgeReward",
-    "MathReward": "nanorl.rewards.math:MathReward",
-    "ModelReward": "nanorl.rewards.reward_model:ModelReward",
-    "Rehearsal": "nanorl.rehearsal:Rehearsal",
+    "JudgeReward": "nanorl.envs.rewards.judge:JudgeReward",
+    "MathReward": "nanorl.envs.rewards.math_reward:MathReward",
+    "ModelReward": "nanorl.envs.rewards.reward_model:ModelReward",
+    "Rehearsal": "nanorl.commands.rehearsal:Rehearsal",
     "Rollout": "nanorl.types:Rollout",
-    "RuleReward": "nanorl.rewards.rule:RuleReward",
-    "Score": "nanorl.rewards.base:Score",
+    "RuleReward": "nanorl.envs.rewards.rule:RuleReward",
+    "Score": "nanorl.envs.rewards.base:Score",
     "Task": "nanorl.types:Task",
     "ToolCall": "nanoinfer.chat.base:ToolCall",
-    "ToolError": "nanorl.tools.base:ToolError",
-    "TrainedRun": "nanorl.api:TrainedRun",
-    "Transcript": "nanorl.rewards.base:Transcript",
-    "UnitTestReward": "nanorl.rewards.tests:UnitTestReward",
-    "WeightedReward": "nanorl.rewards.weighted:WeightedReward",
-    "bash": "nanorl.tools.workspace:bash",
-    "edit": "nanorl.tools.workspace:edit",
-    "evaluate": "nanorl.api:evaluate",
-    "export": "nanorl.api:export",
+    "ToolError": "nanorl.envs.tools.base:ToolError",
+    "TrainedRun": "nanorl.commands.api:TrainedRun",
+    "Transcript": "nanorl.envs.rewards.base:Transcript",
+    "UnitTestReward": "nanorl.envs.rewards.tests:UnitTestReward",
+    "WeightedReward": "nanorl.envs.rewards.weighted:WeightedReward",
+    "bash": "nanorl.envs.tools.workspace:bash",
+    "edit": "nanorl.envs.tools.workspace:edit",
+    "evaluate": "nanorl.commands.api:evaluate",
+    "export": "nanorl.commands.api:export",
     "final_answer": "nanorl.envs.env:final_answer",
     "last_number": "nanorl.envs.env:last_number",
-    "mcp_tools": "nanorl.tools.mcp:mcp_tools",
-    "python": "nanorl.tools.python:python",
-    "python_session": "nanorl.tools.workspace:python_session",
-    "read": "nanorl.tools.workspace:read",
-    "rehearse": "nanorl.rehearsal:rehearse",
-    "submit": "nanorl.tools.workspace:submit",
-    "train": "nanorl.api:train",
-    "write": "nanorl.tools.workspace:write",
+    "mcp_tools": "nanorl.envs.tools.mcp:mcp_tools",
+    "python": "nanorl.envs.tools.python:python",
+    "python_session": "nanorl.envs.tools.workspace:python_session",
+    "read": "nanorl.envs.tools.workspace:read",
+    "rehearse": "nanorl.commands.rehearsal:rehearse",
+    "submit": "nanorl.envs.tools.workspace:submit",
+    "train": "nanorl.commands.api:train",
+    "write": "nanorl.envs.tools.workspace:write",
 }
 __all__ = [
     "Env",

@@ -71,10 +71,10 @@ def mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
     from nanoengine.engine import NonFiniteLoss  # here: it imports torch
     from nanoengine.tensor_file import CheckpointError
-    from nanorl.collector import RolloutsFailed
-    from nanorl.roles.role import RoleLost
+    from nanorl.agents.collector import RolloutsFailed
+    from nanorl.distributed.roles.role import RoleLost
+    from nanorl.observability.store import StoreError
     from nanorl.sandbox.base import SandboxUnavailable
-    from nanorl.store import StoreError
     from nanosched import SchedulerLost
 
     return (

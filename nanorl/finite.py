@@ -4,7 +4,7 @@ One NaN spoils the advantages of a whole group, and often of a batch; masks and 
 would drop it in silence. So numbers of an environment, a reward, an agent or a server are looked at
 where a rollout ends (`unusable`; it FAILED then, and is played again), and once more, with those of
 models, where a batch is made (`check_rollout`, `check_logps`).
-Left out: rewards as they are returned, which a message can name better (rewards/base.py).
+Left out: rewards as they are returned, which a message can name better (envs/rewards/base.py).
 """
 
 from __future__ import annotations

@@ -26,6 +26,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 Fits = Callable[[Any], bool]
+FORMER = {
+    "nanorl.rewards.math": "nanorl.envs.rewards.math_reward",
+    "nanorl.rewards": "nanorl.envs.rewards",
+    "nanorl.tasks": "nanorl.envs.tasks",
+    "nanorl.tools": "nanorl.envs.tools",
+}
+"""Where objects stand now that the options of an older run name by the module of that time."""
 _WANTED = {
     "env": "an environment is a class derived from nanorl.Env (docs/environments.md)",
     "reward": "a reward is a function of the task and the transcript (docs/environments.md)",
@@ -73,7 +80,7 @@ def import_place(place: str, what: str = "module") -> ModuleType:
     """The module of that name, or of that file. ValueError with the lines of the user's own code
     that led to it if it cannot be imported."""
     try:
-        return _import_file(Path(place)) if is_path(place) else importlib.import_module(place)
+        return _import_file(Path(place)) if is_path(place) else importlib.import_module(_now(place))
     except FileNotFoundError:
         raise ValueError(f"--{what} {place}: there is no such file") from None
     except Exception as error:  # a plug-in boundary: whatever the user's module raises
@@ -81,6 +88,14 @@ def import_place(place: str, what: str = "module") -> ModuleType:
             f"--{what} {place}: importing it raised {type(error).__name__}: {error}"
             f"{where_raised(error)}"
         ) from error
+
+
+def _now(place: str) -> str:
+    """The name of a module today."""
+    for old, new in FORMER.items():
+        if place == old or place.startswith(f"{old}."):
+            return new + place.removeprefix(old)
+    return place
 
 
 def spec_of(found: Any) -> str | None:

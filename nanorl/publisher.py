@@ -5,7 +5,7 @@ the rollout engine is given the trainer's own model (4 bytes a weight in bf16). 
 and an update is complete when the trainer has repacked its model. Until it is published the
 rollout engine sleeps, and would refuse to run a step if it were asked to.
 Left out: engines that share no weights, because they have a GPU each or go on during a step
-(weights/in_process.py), or live in other processes (weights/).
+(distributed/weights/in_process.py), or live in other processes (distributed/weights/).
 """
 
 from __future__ import annotations

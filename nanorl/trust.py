@@ -135,7 +135,7 @@ def _is_ours(part: str, values: Sequence[Any]) -> bool:
 
         return first in ENVIRONMENTS
     if part == "reward":
-        from nanorl.rewards.load import REWARDS
+        from nanorl.envs.rewards.load import REWARDS
 
         return first in REWARDS
     if part == "agent":

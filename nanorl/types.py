@@ -241,7 +241,7 @@ class Rollout:
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     hindsight: list[int] = field(default_factory=list)
-    """The prompt that a teacher reads in place of its own (nanorl/hindsight.py); empty: none."""
+    """The prompt that a teacher reads in place of its own (hindsight.py); empty: none."""
     error: str = ""
     """Why it FAILED, or why an agent of the user's broke down in it."""
 

@@ -10,8 +10,8 @@
 arguments and its result. `counter.add.remote(2)` does the same without types, for arguments that
 are futures of other calls and for names that are known at run time only.
 
-The shape is Ray's, and so are the promises (see nanosched.inline, which is where to read next, and
-nanosched.backend, the contract). Left out: lineage, nested tasks and autoscaling.
+The shape is Ray's, and so are the promises (see nanosched.inline_backend, which is where to read
+next, and nanosched.backend, the contract). Left out: lineage, nested tasks and autoscaling.
 """
 
 from __future__ import annotations
@@ -266,11 +266,11 @@ def _start_backend(
 ) -> Backend:
     """Imported here, so that a program of one process loads neither multiprocessing nor Ray."""
     if name == "inline":
-        from nanosched.inline import InlineBackend
+        from nanosched.inline_backend import InlineBackend
 
         return InlineBackend(resources)
     if name == "local":
-        from nanosched.local.backend import LocalBackend
+        from nanosched.local.process_backend import LocalBackend
 
         return LocalBackend(resources, preload)
     from nanosched.ray_backend import RayBackend

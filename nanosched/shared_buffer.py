@@ -10,7 +10,7 @@ size), and is opened through `/proc/PID/fd/FD`; so it travels through any channe
 of one user on one machine, as long as the process that made it lives and holds it.
 
 Left out: other systems than Linux, other machines, and locks: who may write when is agreed on
-elsewhere (nanorl/weights/ledger.py does so for weights).
+elsewhere (nanorl/distributed/weights/version_ledger.py does so for weights).
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.api_agent import ApiLoop
 from nanorl.agents.episode import Episode
 from nanorl.agents.loop import AgentLoop
+from nanorl.distributed.roles.player import Player
 from nanorl.options.parse import parse_arguments
+from nanorl.options.parts import Parts, num_threads
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.player import Player
-from nanorl.run.parts import Parts, num_threads
 from nanorl.types import Rollout, Task, derive_seed
 
 QUESTION = "Tell me about the number {}, in a few words, then say which number comes next."

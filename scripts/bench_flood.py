@@ -29,8 +29,8 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import RecordingServer
+from nanorl.serving.endpoint.endpoint_server import RecordingServer
+from nanorl.serving.endpoint.recording import Recording
 
 CHAT = "/v1/chat/completions"
 NUM_CALLS = 200

@@ -46,9 +46,11 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import enter_device, resolve_device
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.gpu.cuda_graph import StaticDecode
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.params import SamplingParams
 from nanoinfer.variants.fp8_cache import cache_dtype
+from nanoinfer.variants.full_runner import FullRunner
 
 Row = dict[str, Any]
 KINDS: tuple[CacheKind, ...] = ("auto", "fp8")
@@ -158,9 +160,10 @@ class Bench:
             kv_cache_dtype=kind,
         )
         self.engine = LLMEngine(model, config)
-        if self.engine._runner.decode is not None:
+        graphs = graphs_of(self.engine)
+        if graphs is not None:
             with torch.inference_mode():
-                self.engine._runner.decode.prepare()
+                graphs.prepare()
         self.engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
 
     def bound_s(self, num_steps: int, num_read: int) -> float:
@@ -220,14 +223,21 @@ def decode_steps(bench: Bench) -> list[Row]:
     return rows
 
 
+def graphs_of(engine: LLMEngine) -> StaticDecode | None:
+    """The CUDA graphs of its decode steps; a CPU has none."""
+    return engine._runner.decode if isinstance(engine._runner, FullRunner) else None
+
+
 def _alternate(engine: LLMEngine, num_steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds of steps with and without graphs; where there are no graphs, of all steps."""
-    runner, static = engine._runner, engine._runner.decode
+    runner, static = engine._runner, graphs_of(engine)
     times: dict[bool, list[float]] = {True: [], False: []}
     for is_fast in (True, False) * 3 if static is not None else (True,) * 3:
-        runner.decode = static if is_fast else None
+        if isinstance(runner, FullRunner):
+            runner.decode = static if is_fast else None
         times[is_fast] += _time_steps(engine, num_steps)
-    runner.decode = static
+    if isinstance(runner, FullRunner):
+        runner.decode = static
     return times[True], times[False]
 
 

@@ -307,7 +307,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.to_success:
         return compare_to_success(args.to_success)
     if args.small:
-        from nanorl.tasks.tiny_model import build_tiny_model
+        from nanorl.envs.tasks.tiny_model import build_tiny_model
 
         with tempfile.TemporaryDirectory() as folder:
             args.model = str(build_tiny_model(Path(folder)))

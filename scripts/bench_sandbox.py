@@ -39,8 +39,8 @@ from nanorl.sandbox import SandboxPool, SandboxSpec, seccomp
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.sandbox.bwrap import bwrap_arguments
+from nanorl.sandbox.host_machine import find_bwrap, reachable
 from nanorl.sandbox.interpreter import Interpreter, find_python
-from nanorl.sandbox.machine import find_bwrap, reachable
 
 PROGRAM = "print(6 * 7)"
 COLD_UID = 61183

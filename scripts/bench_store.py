@@ -32,8 +32,8 @@ import numpy as np
 from bench_output import print_rows, write_json
 from postgres_server import PostgresServer
 
-from nanorl.store import Filter, RolloutStore
-from nanorl.store.database import STEP_SHIFT
+from nanorl.observability.store import Filter, RolloutStore
+from nanorl.observability.store.database import STEP_SHIFT
 from nanorl.types import Rollout, Status, TurnSpan
 
 GROUP, STEP = 8, 1_024

@@ -9,7 +9,7 @@ Rows, in GB of weights per second (bytes of the model / seconds of `Transport.pu
     first-KIND           the first publication, which plans, connects and opens
 
 Learner and replica are actors of two processes, but for inproc, which is the copy between the two
-engines of an inline run (nanorl/weights/in_process.py). The peer of each row is a plain copy of as
+engines of an inline run (weights/in_process.py). The peer of each row is a plain copy of as
 many bytes with as many threads, taken between the publications.
 """
 
@@ -33,9 +33,9 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanorl.weights.in_process import make_publisher
-from nanorl.weights.offer import Offer, WeightReceiver, WeightSender
-from nanorl.weights.transport import Kind, open_transport, weight_bytes
+from nanorl.distributed.weights.in_process import make_publisher
+from nanorl.distributed.weights.offer import Offer, WeightReceiver, WeightSender
+from nanorl.distributed.weights.transport import Kind, open_transport, weight_bytes
 from nanosched import Scheduler
 
 Row = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 from bench_output import write_json
 from model_bench import make_row
 
-from nanorl.report.summary import read_summary
+from nanorl.observability.report.summary import read_summary
 
 FIGURES = {
     "heldout-success-untrained": ("heldout_success_untrained", "fraction"),

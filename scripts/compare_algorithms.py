@@ -31,8 +31,8 @@ from comparison.matrix import MatrixPlan
 from comparison.pages import html, markdown, picture
 from comparison.variants import read_variants
 
+from nanorl.observability.report.summary import write_atomically
 from nanorl.options.presets import get_preset
-from nanorl.report.summary import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

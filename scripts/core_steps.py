@@ -39,17 +39,17 @@ from house import PACKAGES  # noqa: E402
 from nanoengine.text.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.params import Output, SamplingParams  # noqa: E402
+from nanorl.distributed.roles.collector_role import CollectorRole  # noqa: E402
+from nanorl.distributed.roles.inline_roles import InlineRoles  # noqa: E402
+from nanorl.distributed.roles.role import DirectRole  # noqa: E402
+from nanorl.distributed.weights.in_process import make_publisher  # noqa: E402
 from nanorl.envs.actions import COMPACT, program  # noqa: E402
+from nanorl.envs.tasks.problem import Problem  # noqa: E402
+from nanorl.options import agent_kit  # noqa: E402
+from nanorl.options.parts import Parts  # noqa: E402
 from nanorl.options.presets import get_preset  # noqa: E402
-from nanorl.roles.collector import CollectorRole  # noqa: E402
-from nanorl.roles.inline import InlineRoles  # noqa: E402
-from nanorl.roles.role import DirectRole  # noqa: E402
-from nanorl.run import agent_kit  # noqa: E402
-from nanorl.run.parts import Parts  # noqa: E402
 from nanorl.scorers.scored_learner import make_learner  # noqa: E402
-from nanorl.tasks.problem import Problem  # noqa: E402
 from nanorl.types import Rollout, Task  # noqa: E402
-from nanorl.weights.in_process import make_publisher  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
 PROMPTS = [list(range(5, 25)), list(range(30, 42))]

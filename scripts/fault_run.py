@@ -41,7 +41,7 @@ from pathlib import Path
 
 from bench_output import ROOT, write_json
 
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 KINDS = {
     "PolicyRank": "trainer",

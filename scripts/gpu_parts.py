@@ -132,7 +132,7 @@ def _collectives(rank: int, size: int, device: str, folder: str, meeting: Any) -
 
 
 def ask_server(device: str) -> Result:
-    from nanorl.tasks.tiny_model import build_tiny_model
+    from nanorl.envs.tasks.tiny_model import build_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = build_tiny_model(Path(folder) / "model")

@@ -1,7 +1,7 @@
 """GRPO on one page: sample groups, score them, take one optimizer step, hand the weights back.
 
 The task: name as many even token ids as you can. A model of random weights learns it in seconds on
-one CPU core. Everything here is the real thing: `nanorl/trainer.py` runs this loop too, and adds
+one CPU core. Everything here is the real thing: `run/trainer.py` runs this loop too, and adds
 tools, asynchrony, resuming, evaluation and a report.
 
     python scripts/grpo_on_a_page.py

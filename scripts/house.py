@@ -241,13 +241,13 @@ class House:
                 resolved = self.resolve(owner)
                 if resolved is not None and not resolved.name:
                     yield Name(resolved.module, node.attr)
-                elif resolved is None and not owner.name:  # `nanorl` of `import nanorl.tasks`
+                elif resolved is None and not owner.name:  # `nanorl` of `import nanorl.envs.tasks`
                     yield Name(owner.module, node.attr)
 
     @cached_property
     def used(self) -> set[Name]:
         """Definitions that something outside their own body refers to, tests apart. That an
-        `__init__` hands a name on is no use of it. A text such as "nanorl.rewards.rule:RuleReward",
+        `__init__` hands a name on is no use of it. A text such as "module.path:RuleReward",
         by which a table of names finds what it loads, is one."""
         return {reference.target for reference in self.references} | self._named_in_texts
 

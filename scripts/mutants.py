@@ -85,7 +85,7 @@ AREAS = {
         ),
     ),
     "endpoint": Area(
-        files=("nanorl/endpoint/*.py", "nanoinfer/dialects/*.py", "nanoinfer/chat/form.py"),
+        files=("nanorl/serving/endpoint/*.py", "nanoinfer/dialects/*.py", "nanoinfer/chat/form.py"),
         left_out=("recording.py",),
         tests=(
             *("test_chat_form", "test_episode_report", "test_unreadable_arguments"),
@@ -95,7 +95,7 @@ AREAS = {
         ),
     ),
     "service": Area(
-        files=("nanorl/training_service/*.py",),
+        files=("nanorl/serving/training_service/*.py",),
         tests=(
             *("test_sampling_requests",),
             *("test_training_service", "test_training_service_losses"),
@@ -104,7 +104,7 @@ AREAS = {
         ),
     ),
     "store": Area(
-        files=("nanorl/store/*.py",),
+        files=("nanorl/observability/store/*.py",),
         tests=(
             *("test_store_places",),
             *("test_store", "test_store_slices", "test_store_blobs", "test_store_postgres"),
@@ -113,7 +113,7 @@ AREAS = {
         ),
     ),
     "router": Area(
-        files=("nanorl/roles/router.py", "nanorl/roles/replica.py"),
+        files=("nanorl/distributed/roles/router.py", "nanorl/distributed/roles/replica_role.py"),
         tests=(
             *("test_router", "test_replica", "test_http_replica", "test_router_processes"),
             *("test_rollout_promise", "test_late_replica"),
@@ -121,9 +121,15 @@ AREAS = {
     ),
     "supervision": Area(
         files=(
-            *("nanorl/roles/cluster.py", "nanorl/roles/actor_role.py"),
-            *("nanorl/roles/trainer_ranks.py", "nanorl/roles/replica_set.py"),
-            *("nanorl/roles/scoring_roles.py", "nanorl/roles/role_starter.py"),
+            *("nanorl/distributed/roles/cluster.py", "nanorl/distributed/roles/actor_role.py"),
+            *(
+                "nanorl/distributed/roles/trainer_ranks.py",
+                "nanorl/distributed/roles/replica_set.py",
+            ),
+            *(
+                "nanorl/distributed/roles/scoring_roles.py",
+                "nanorl/distributed/roles/role_starter.py",
+            ),
             *("nanosched/local/*.py", "nanosched/ledger.py"),
         ),
         tests=(
@@ -145,7 +151,7 @@ AREAS = {
         ),
     ),
     "recorder": Area(
-        files=("nanorl/endpoint/recording.py", "nanorl/http_record/*.py"),
+        files=("nanorl/serving/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
         tests=(
             *("test_recorded_episodes",),
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
@@ -210,11 +216,14 @@ AREAS |= {
     ),
     "outside": Area(
         files=(
-            *("nanorl/roles/outside_replica.py", "nanorl/roles/sglang_replica.py"),
-            *("nanorl/roles/vllm_replica.py", "nanorl/roles/servers.py"),
-            *("nanorl/tools/mcp*.py", "nanorl/endpoint/call_count.py"),
-            *("nanorl/doctor/borders.py", "nanorl/doctor/conversations.py"),
-            *("nanorl/doctor/model_check.py", "nanorl/doctor/template_*.py"),
+            *(
+                "nanorl/distributed/roles/outside_replica.py",
+                "nanorl/distributed/roles/sglang_replica.py",
+            ),
+            *("nanorl/distributed/roles/vllm_replica.py", "nanorl/distributed/roles/servers.py"),
+            *("nanorl/envs/tools/mcp*.py", "nanorl/serving/endpoint/call_count.py"),
+            *("nanorl/inspection/doctor/borders.py", "nanorl/inspection/doctor/conversations.py"),
+            *("nanorl/inspection/doctor/model_check.py", "nanorl/inspection/doctor/template_*.py"),
         ),
         tests=(
             *("test_outside_replica", "test_mcp_episodes", "test_mcp_tools", "test_given_up_calls"),
@@ -242,27 +251,33 @@ NEAR = {
     "nanoengine/formats/gguf": "../nanoengine/test_gguf",
     "nanoengine/adapters/peft_config.py": "../nanoengine/test_peft_folders",
     "nanoengine/formats/template_files.py": "../nanoengine/test_template_files",
-    "nanorl/tools/mcp": "test_mcp_episodes",
-    "nanorl/endpoint/call_count.py": "test_given_up_calls",
-    "nanorl/doctor": "test_template_gallery",
+    "nanorl/envs/tools/mcp": "test_mcp_episodes",
+    "nanorl/serving/endpoint/call_count.py": "test_given_up_calls",
+    "nanorl/inspection/doctor": "test_template_gallery",
     "nanorl/agents/guard.py": "test_agent_command",
     "nanorl/batching.py": "test_batching",
     "nanoinfer/dialects/responses.py": "test_endpoint_responses",
     "nanoinfer/dialects/messages.py": "test_endpoint_messages",
-    "nanorl/endpoint/recording.py": "test_recording",
-    "nanorl/flow/concurrency.py": "test_concurrency",
+    "nanorl/serving/endpoint/recording.py": "test_recording",
+    "nanorl/agents/concurrency.py": "test_concurrency",
     "nanorl/flow/curriculum.py": "test_curriculum",
     "nanorl/flow/staleness.py": "test_staleness",
     "nanorl/flow": "test_transfer_queue",
-    "nanorl/roles/cluster.py": "test_cluster_runs",
+    "nanorl/distributed/roles/cluster.py": "test_cluster_runs",
     **dict.fromkeys(
         (
-            *("nanorl/roles/trainer_ranks.py", "nanorl/roles/replica_set.py"),
-            *("nanorl/roles/scoring_roles.py", "nanorl/roles/role_starter.py"),
+            *(
+                "nanorl/distributed/roles/trainer_ranks.py",
+                "nanorl/distributed/roles/replica_set.py",
+            ),
+            *(
+                "nanorl/distributed/roles/scoring_roles.py",
+                "nanorl/distributed/roles/role_starter.py",
+            ),
         ),
         "test_cluster_runs",
     ),
-    "nanorl/roles/replica.py": "test_replica",
+    "nanorl/distributed/roles/replica_role.py": "test_replica",
     "nanorl/sandbox/backends/wasi": "test_wasi_calls",
     "nanorl/sandbox/backends/wasm_module.py": "test_wasm_module",
     "nanorl/sandbox/backends/wasm": "test_sandbox_wasm",
@@ -272,9 +287,9 @@ NEAR = {
     "nanorl/sandbox/usage.py": "test_sandbox_usage",
     "nanorl/sandbox/session.py": "test_session",
     "nanorl/sandbox": "test_sandbox_pool",
-    "nanorl/store/blobs.py": "test_store_blobs",
-    "nanorl/store/postgres.py": "test_store_postgres",
-    "nanorl/training_service/losses.py": "test_training_service_losses",
+    "nanorl/observability/store/blobs.py": "test_store_blobs",
+    "nanorl/observability/store/postgres.py": "test_store_postgres",
+    "nanorl/serving/training_service/service_losses.py": "test_training_service_losses",
     "nanosched/ledger.py": "../nanosched/test_resources",
     "nanosched": "../nanosched/test_local_processes",
 }

@@ -28,11 +28,11 @@ from comparison.command import main_of, run_all, say
 from comparison.matrix import RunJob
 from generated_part import GeneratedPart, newest
 
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.report.statistics import mean_of_runs
+from nanorl.observability.report.summary import read_summary, write_atomically
 from nanorl.options.parse import parse_arguments
-from nanorl.report.evaluation import Evaluation
-from nanorl.report.metrics import read_metrics
-from nanorl.report.statistics import mean_of_runs
-from nanorl.report.summary import read_summary, write_atomically
 
 FOLDER = Path(__file__).resolve().parent / "protocols"
 STAGES: Mapping[str, str] = {

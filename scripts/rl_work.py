@@ -31,29 +31,29 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
+from nanorl.agents.collector import RolloutCollector
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.collector import RolloutCollector
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.choose_roles import make_roles
+from nanorl.distributed.roles.cluster import PRELOAD
+from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.distributed.roles.replica_clients import ActorClient
+from nanorl.distributed.roles.replica_role import Replica, ReplicaRecipe
+from nanorl.distributed.roles.router import Router
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
+from nanorl.options.parts import Parts
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.base import Roles
-from nanorl.roles.clients import ActorClient
-from nanorl.roles.cluster import PRELOAD
-from nanorl.roles.inline import InlineRoles
-from nanorl.roles.launch import make_roles
-from nanorl.roles.replica import Replica, ReplicaRecipe
-from nanorl.roles.router import Router
-from nanorl.run.parts import Parts
+from nanorl.run.trainer import StepResult, Trainer
 from nanorl.scorers.scored_learner import choose_learner
-from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
 

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench_output import ROOT, print_rows, write_json
 
-from nanorl.simulate.config import (
+from nanorl.inspection.simulate.simulation import simulate
+from nanorl.inspection.simulate.simulation_config import (
     AnswerLengths,
     EngineTimes,
     GpuLayout,
@@ -40,8 +41,7 @@ from nanorl.simulate.config import (
     RolloutLoad,
     SimulationConfig,
 )
-from nanorl.simulate.result import SimulationResult
-from nanorl.simulate.simulation import simulate
+from nanorl.inspection.simulate.simulation_result import SimulationResult
 
 TASKS, GROUP, TURN_TOKENS = 8, 4, 192
 NUM_CORES = 2.0

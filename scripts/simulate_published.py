@@ -3,9 +3,9 @@
     python scripts/simulate_published.py --json benchmarks/simulation_2026-11-24.json
     python scripts/simulate_published.py --page docs/simulation.md
 
-The first simulates all runs of nanorl/simulate/published.json (minutes), `--page` alone writes the
+The first simulates all runs of simulate/published.json (minutes), `--page` alone writes the
 newest such JSON's rows between the marks of the page.
-Left out: fitting (nanorl/simulate/fit.py).
+Left out: fitting (nanorl/inspection/simulate/fit.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench_output import write_json
 from generated_part import GeneratedPart, newest
 
-from nanorl.simulate.fit import Comparison, compare, table
-from nanorl.simulate.published import PublishedFamily, read_published
+from nanorl.inspection.simulate.fit import Comparison, compare, table
+from nanorl.inspection.simulate.published import PublishedFamily, read_published
 
 PART = GeneratedPart("predictions", "simulate_published.py")
 

@@ -37,7 +37,7 @@ async def train_on_ranks(config: SftConfig) -> None:
     """Each process of the layout on this machine; raises what they raise, as `SftRun` does."""
     from nanoengine.parallel.device import resolve_device
     from nanoengine.stop_signals import Interrupted, StopSignals
-    from nanorl.roles.ranks import results, start_ranks
+    from nanorl.distributed.roles.role_ranks import results, start_ranks
     from nanosched import Scheduler
 
     # Here, so that one message says it and not each rank's.

@@ -23,11 +23,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from core_steps import Entered, trace_decode, trace_grpo  # noqa: E402
 
+from nanorl.distributed.roles.inline_roles import InlineRoles  # noqa: E402
+from nanorl.envs.tasks.tiny_model import build_tiny_model  # noqa: E402
+from nanorl.options import agent_kit  # noqa: E402
+from nanorl.options.parts import Parts  # noqa: E402
 from nanorl.options.presets import PRESETS, get_preset  # noqa: E402
-from nanorl.roles.inline import InlineRoles  # noqa: E402
-from nanorl.run import agent_kit  # noqa: E402
-from nanorl.run.parts import Parts  # noqa: E402
-from nanorl.tasks.tiny_model import build_tiny_model  # noqa: E402
 
 
 def said(file: str, *sentences: str) -> None:
@@ -68,7 +68,7 @@ def test_both_engines_of_a_cpu_read_one_model_and_weights_are_adopted(roles: Inl
     assert "nanorl/publisher.py: SharedWeights.publish" in entered
     assert "nanoinfer/engine.py: LLMEngine.adopt_weights" in entered
     assert not [one for one in entered if re.search(r"\.(update_weights|export_state)$", one)]
-    assert not [one for one in entered if one.startswith("nanorl/weights/")]
+    assert not [one for one in entered if one.startswith("nanorl/distributed/weights/")]
 
 
 def test_both_engines_multiply_by_the_native_product_and_no_other(

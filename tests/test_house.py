@@ -155,7 +155,7 @@ UNPICKLES: dict[str, str] = {
     "nanosched.local.payload": "arguments and results that came over such a socket pair",
     "nanosched.ray_host": "this process's own memory: can what was raised be pickled? And tensors "
     "of Ray, whose network is the trust domain, with weights_only",
-    "nanorl.hosting.pool": "an answer of a worker that the pool itself started, over its channel",
+    "nanorl.envs.hosting.host_pool": "an answer of a worker that the pool started, by its channel",
 }
 WITHOUT_A_CALLER: dict[str, str] = {
     "grouped_gemm": "fused_moe launches its Triton kernels in parts; the op is their definition",

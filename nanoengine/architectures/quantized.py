@@ -78,8 +78,8 @@ class Fp8Linear(_Quantized):
 
 
 class Int8Linear(_Quantized):
-    """int8 values with a scale for each output (quantized/int8.py). `weight` is frozen and its memory
-    freed; a trainer may read such a matrix, for adapters."""
+    """int8 values with a scale for each output (quantized/int8.py). `weight` is frozen and its
+    memory freed; a trainer may read such a matrix, for adapters."""
 
     format = "int8"
 

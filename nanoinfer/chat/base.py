@@ -5,7 +5,7 @@
 
 `read` never raises and loses no call: a malformed one stands in its place as the `ToolCallError`
 whose text the model reads. It undoes `write`, and forgives what a model adds around a call.
-Left out: whether the tool exists and takes these arguments (nanorl/tools/base.py).
+Left out: whether the tool exists and takes these arguments (nanorl/envs/tools/base.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sampling parameters of an `ApiCall`: where it ends, its grammar, and what a server goes by.
 
-Left out: how a run draws tokens, which the client does not decide (nanorl/endpoint/recording.py).
+Left out: how a run draws tokens, which the client does not decide (endpoint/recording.py).
 """
 
 from __future__ import annotations

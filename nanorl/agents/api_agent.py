@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nanoengine.extras import missing
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
+from nanorl.envs.rewards.base import Score, as_score
+from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
-from nanorl.rewards.base import Score, as_score
-from nanorl.tools.function import in_thread
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
-    from nanorl.endpoint.server import ApiSession
+    from nanorl.serving.endpoint.endpoint_server import ApiSession
 
 LOG = logging.getLogger("nanorl.agents")
 PARAMETERS = ("task", "client")
@@ -41,7 +41,7 @@ PARAMETERS = ("task", "client")
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """What an agent may know of its task: all that the policy may read, and never the answer."""
+    """The task as an agent may know it: all that the policy may read, and never the answer."""
 
     task_id: str
     messages: list[Message]

@@ -96,7 +96,7 @@ class Context:
 
     @property
     def last_text(self) -> str:
-        """What the policy said last, cut off or not; empty where it has said nothing."""
+        """The text that the policy said last, cut off or not; empty where it has said nothing."""
         said = [message["content"] for message in self.messages if message["role"] == "assistant"]
         return said[-1] if self.builder.num_turns else ""
 

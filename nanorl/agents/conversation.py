@@ -7,7 +7,7 @@ what it would have read in training.
 
 What happened is kept as a list of events, from which the tokens can be built up to any message: so
 another model can be asked the same question in the same place (`ask_again`).
-Left out: scores (nanorl/run/evaluation.py); what a program leaves from one message to the next.
+Left out: scores (run/heldout_success.py); what a program leaves from one message to the next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Event = Said | Output
 
 @dataclass(kw_only=True)
 class Reply:
-    """What an agent did about one message of the person."""
+    """The turns in which an agent dealt with one message of the person, and what came of them."""
 
     model: str
     prompt: str

@@ -30,17 +30,17 @@ from nanorl.agents.context import Context, Generator, TurnTimes
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Status, Task, derive_seed
 
 OpenSession = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""Lets a client into a recording (nanorl/endpoint)."""
-RECORD = "nanorl.endpoint.recording:record"
+"""Lets a client into a recording (nanorl/serving/endpoint)."""
+RECORD = "nanorl.serving.endpoint.recording:record"
 """Has somebody else call the policy through an API."""
 
 
 class Recorded(Protocol):
-    """Knows what was sampled where somebody else called the policy (nanorl/endpoint)."""
+    """Knows what was sampled where somebody else called the policy (nanorl/serving/endpoint)."""
 
     def transcript(self, answer: str | None) -> Transcript: ...
 
@@ -50,7 +50,7 @@ class Recorded(Protocol):
 
 
 class Names(NamedTuple):
-    """Which rollout of which group this is."""
+    """The names of a rollout and of its group."""
 
     group_id: str
     rollout_id: str
@@ -206,7 +206,7 @@ class Episode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the rollout, by name."""
+        """The metrics of the rollout, by name."""
         return self.context.builder.metrics
 
     def transcript(self) -> Transcript:

@@ -138,7 +138,7 @@ def _watch(pid: int, woken: int, watch_bytes: int, folders: list[str]) -> dict[s
 
 
 def _bytes_in(folders: list[str]) -> int:
-    """What lies in folders that are kept in memory."""
+    """Count the bytes in folders that are kept in memory."""
     stats = [os.statvfs(folder) for folder in folders]
     return sum((one.f_blocks - one.f_bfree) * one.f_frsize for one in stats)
 
@@ -181,7 +181,8 @@ def _children() -> list[int]:
 
 
 def _answer(path: Path) -> bytes | None:
-    """What the program left as its answer: a plain file of its own, not a link or a pipe."""
+    """Read what the program left as its answer: a plain file of its own, not a link or a pipe. None
+    where there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):

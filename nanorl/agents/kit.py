@@ -6,7 +6,7 @@
                              sampling=SamplingParams(seed=7))
 
 Left out: whoever generates the tokens, which is given for each rollout: the run's engine, or a
-demonstrator's script; and how a run's options become a kit (nanorl/run/agent_kit.py).
+demonstrator's script; and how a run's options become a kit (nanorl/options/agent_kit.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One coroutine plays one rollout. While it waits for its tool the engine decodes the others, so it
 holds no lock and no thread. A loop says when the policy speaks and what it reads; `tool` is the
 usual one. The token bookkeeping is in tokens.py, what a turn means in the environment.
-Left out: other loops (loops.py), retries of failed rollouts (nanorl/collector.py).
+Left out: other loops (loops.py), retries of failed rollouts (nanorl/agents/collector.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Agent:
     open_session: OpenSession | None = None
     """Where agents that call the policy through an API are let in; None: there is no such place."""
     http: Any = None
-    """The way to the run's recording proxy (nanorl/http_record), for agents that are programs."""
+    """The way to the run's recording proxy (envs/http_record), for agents that are programs."""
     times: Times | None = None
     """Is told when what happened; None: nobody asks."""
     openings: dict[str, Opening] | None = None

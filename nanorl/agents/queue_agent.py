@@ -32,9 +32,9 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.envs.base import TimeStep
+from nanorl.envs.rewards.base import as_score
+from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
-from nanorl.rewards.base import as_score
-from nanorl.tools.function import in_thread
 from nanorl.types import InfrastructureError
 
 METHOD = "collect_trajectory"
@@ -75,7 +75,7 @@ class QueueLoop:
             episode.score = as_score(result, METHOD)
 
     async def _collect(self, episode: Episode, exchange: _Exchange) -> Any:
-        """What the user's code returns; None too where it went on after the end."""
+        """Run the user's code and return its result; None too where it went on after the end."""
         assert episode.opening is not None, "the environment was reset"
         try:
             made = self.make()
@@ -161,7 +161,7 @@ class _Exchange:
 
 
 class _Steps:
-    """What the user's function sees of the environment."""
+    """The part of the environment that the user's function sees."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode

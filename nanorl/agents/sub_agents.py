@@ -30,9 +30,9 @@ from nanorl.agents.context import Context
 from nanorl.agents.episode import Episode
 from nanorl.agents.tokens import PromptTooLongError
 from nanorl.envs.base import Opening
+from nanorl.envs.tools.base import Tool, ToolContext, ToolError
+from nanorl.envs.tools.tool_calls import answer_calls
 from nanorl.options.bounds import check_number
-from nanorl.tools.base import Tool, ToolContext, ToolError
-from nanorl.tools.calls import answer_calls
 
 NAME = "delegate"
 SCHEMA: Mapping[str, Any] = {
@@ -101,7 +101,7 @@ class _Team:
 
     @property
     def is_shared_form(self) -> bool:
-        """Whether the environment's tools are called in the same form."""
+        """True where the environment's tools are called in the same form."""
         return self.env_opening.parser is self.chat.parser
 
     def calls(self, text: str) -> list[ToolCall | ToolCallError]:
@@ -110,7 +110,7 @@ class _Team:
         return found if self.is_shared_form else [one for one in found if is_delegation(one)]
 
     def opening(self, path: tuple[int, ...], messages: Sequence[Message]) -> Opening:
-        """What an agent reads first: `messages`, and which tools there are."""
+        """Make what an agent reads first: `messages`, and which tools there are."""
         has_tools = not path or self.options.tools
         schemas = list(self.env_opening.tools or []) if has_tools else []
         said = list(messages)
@@ -145,8 +145,8 @@ class _Team:
         return [*theirs, *ours], None
 
     def _part_of_env(self, text: str, others: list[ToolCall | ToolCallError]) -> str:
-        """What of a turn with delegations is the environment's: its calls, written anew, or the
-        whole turn where it calls in another form, which does not see ours. Empty: nothing."""
+        """The environment's part of a turn with delegations: its calls, written anew, or the whole
+        turn where it calls in another form, which does not see ours. Empty: nothing."""
         if self.is_shared_form:
             write = self.chat.parser.write
             return "\n".join(write(call) for call in others if isinstance(call, ToolCall))
@@ -222,7 +222,8 @@ async def _play(team: _Team, path: tuple[int, ...], task: str) -> str | None:
 
 
 def _chat(episode: Episode, opening: Opening) -> ToolChat:
-    """How `delegate` is told and called: as the environment's tools where they can be."""
+    """The form in which a model is told of `delegate` and calls it: that of the environment's
+    tools, if `delegate` can be called in it."""
     parser: Parser | None = opening.parser
     tool = _Told()
     if parser is not None and _can_name(parser):

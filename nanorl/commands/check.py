@@ -4,7 +4,7 @@
     nanorl check --preset tiny --rl.temperature 0.2 --as-json
 
 It takes the options of `nanorl train`. Exit status: 0 the run can work, 1 it cannot, 2
-something was wrong with the options. What is looked at: nanorl/doctor.
+something was wrong with the options. What is looked at: nanorl/inspection/doctor.
 
     nanorl check --model FOLDER [--as-json]
 
@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from nanorl.doctor.finding import Severity, findings_text
+from nanorl.observability.alarms.finding import Severity, findings_text
 from nanorl.options.parse import parse_arguments
 
 AS_JSON = "--as-json"
@@ -34,8 +34,8 @@ def check(arguments: Sequence[str] | None = None) -> int:
     config = parse_arguments([one for one in words if one not in own], verb="check")
     import torch  # here, so that a wrong flag is answered at once
 
-    from nanorl.doctor.checkup import check_run
-    from nanorl.report.metrics import to_jsonable
+    from nanorl.inspection.doctor.checkup import check_run
+    from nanorl.observability.report.metrics import to_jsonable
 
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
     print("playing a few rollouts with the untrained model ...", file=sys.stderr, flush=True)
@@ -62,7 +62,7 @@ def _model_alone(words: Sequence[str]) -> str | None:
 
 def _check_model(source: str, *, is_json: bool) -> int:
     from nanoengine.formats.sources import resolve_model
-    from nanorl.doctor.model_check import check_model
+    from nanorl.inspection.doctor.model_check import check_model
     from nanorl.options.run_config import RunConfig
 
     folder = resolve_model(source, RunConfig().cache_dir)

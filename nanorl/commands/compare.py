@@ -17,9 +17,9 @@ from typing import Annotated
 import tyro
 
 from nanoengine.command_line import program
-from nanorl.report.comparison import PairedComparison, comparison_text
-from nanorl.report.evaluation import Evaluation
-from nanorl.report.summary import EVALUATIONS
+from nanorl.observability.report.comparison import PairedComparison, comparison_text
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.summary import EVALUATIONS
 
 PREFERRED = ("eval.json", "eval-after.json", "eval-before.json", "eval-untrained.json")
 

@@ -4,7 +4,7 @@
     nanorl doctor --json          # for a program, or for a report of a fault
 
 Exit status: 0 the default run can work here, 1 it cannot. What one run will do, `nanorl check`
-says. What is looked at: nanorl/doctor/examination.py.
+says. What is looked at: nanorl/inspection/doctor/examination.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 
-from nanorl.doctor.examination import examine_machine
+from nanorl.inspection.doctor.examination import examine_machine
 
 
 def doctor(*, json: bool = False) -> int:

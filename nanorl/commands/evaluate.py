@@ -33,7 +33,7 @@ from nanorl.trust import PLAYED, remember, require_but
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
-    from nanorl.report.evaluation import Evaluation
+    from nanorl.observability.report.evaluation import Evaluation
     from nanorl.run.saved_models import SavedModels
     from nanorl.types import Rollout, Task
 
@@ -129,7 +129,7 @@ class EvalOptions:
 
 def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Play held-out tasks with a model, or with what a run has trained."""
-    from nanorl.report.evaluation import evaluation_text
+    from nanorl.observability.report.evaluation import evaluation_text
 
     result, folder = evaluation_of(options)
     if options.as_json:
@@ -179,13 +179,13 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.report.evaluation import Evaluation
-    from nanorl.report.live import LiveView
-    from nanorl.roles.player import Player
-    from nanorl.run.evaluation import evaluate, too_few
+    from nanorl.distributed.roles.player import Player
+    from nanorl.observability.report.evaluation import Evaluation
+    from nanorl.observability.report.live import LiveView
+    from nanorl.observability.store import RolloutStore
+    from nanorl.options.parts import Parts
+    from nanorl.run.heldout_success import evaluate, too_few
     from nanorl.run.manifest import manifest_of
-    from nanorl.run.parts import Parts
-    from nanorl.store import RolloutStore
 
     remember(config.to_json())
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
@@ -236,7 +236,7 @@ def run_evaluation(
 
 
 def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[str, Any]:
-    from nanorl.report.summary import git_commit
+    from nanorl.observability.report.summary import git_commit
 
     return {
         "model": config.model,

@@ -18,9 +18,9 @@ from urllib.parse import quote
 from rich.console import Console
 
 from nanoengine.command_line import program
-from nanorl.monitor.access import MonitorAccess
-from nanorl.monitor.control import RoleStatus
-from nanorl.report.live import roles_table
+from nanorl.observability.monitor.monitor_access import MonitorAccess
+from nanorl.observability.monitor.monitor_control import RoleStatus
+from nanorl.observability.report.live import roles_table
 
 _STATUS_LIMIT_S = 10.0
 

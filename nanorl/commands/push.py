@@ -30,7 +30,7 @@ def push(
         adapter: Upload the adapter (adapter-trained/) instead of the whole model.
         private: Make the repository private, if it is new.
     """
-    from nanorl.cards.hub import HubUpload  # here: it imports torch
+    from nanorl.run.cards.hub import HubUpload  # here: it imports torch
 
     upload = HubUpload.of_run(run, repo, is_adapter=adapter, is_private=private)
     print(f"uploading {upload.folder} ({upload.num_bytes / 1e6:.1f} MB) to {repo} ...", flush=True)

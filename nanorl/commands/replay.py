@@ -64,8 +64,8 @@ class ReplayOptions:
 
 def replay(options: Annotated[ReplayOptions, tyro.conf.arg(name="")]) -> int:
     """Play stored rollouts of a run again and compare them with what was stored."""
-    from nanorl.replay.past_run import choose, open_past  # here: they import torch
-    from nanorl.replay.replay import replay as play
+    from nanorl.inspection.replay.past_run import choose, open_past  # here: they import torch
+    from nanorl.inspection.replay.replay import replay as play
 
     with open_past(options.run) as past:
         chosen = choose(

@@ -74,7 +74,7 @@ def serve_env(
         options: The server's.
     """
     try:
-        import nanorl.envs.remote.server  # noqa: F401 - what it needs may be missing
+        import nanorl.envs.remote.env_server  # noqa: F401 - what it needs may be missing
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
     config = replace(
@@ -92,8 +92,8 @@ def serve_env(
 
 
 async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
-    from nanorl.envs.remote.server import EnvServer, ServeLimits
-    from nanorl.run.agent_kit import AgentKit
+    from nanorl.envs.remote.env_server import EnvServer, ServeLimits
+    from nanorl.options.agent_kit import AgentKit
 
     limits = ServeLimits(
         max_episodes=options.max_episodes,
@@ -143,7 +143,7 @@ async def _told_to_stop() -> None:
 def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:
     """The folder of the model that plays; any tokenizer will do where nothing depends on it."""
     from nanoengine.formats.sources import resolve_model
-    from nanorl.tasks.tiny_model import build_tiny_model
+    from nanorl.envs.tasks.tiny_model import build_tiny_model
 
     if model:
         return resolve_model(model, config.cache_dir.expanduser())

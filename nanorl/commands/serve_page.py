@@ -11,10 +11,10 @@ from pathlib import Path
 from nanoengine.text.chat_template import Message
 from nanoinfer.server.page import PageAbout, PageTool
 from nanorl.envs.run_kind import run_tokenizer
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
+from nanorl.observability.trajectories.export import find_parsers
 from nanorl.run.saved_models import SavedModels
-from nanorl.store import RolloutStore
-from nanorl.trajectories.base import Trajectory, TrajectoryReader
-from nanorl.trajectories.export import find_parsers
 
 LOOKED_AT = 16
 """Rollouts, the best: one that calls no tool does not show what tools are called."""

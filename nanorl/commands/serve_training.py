@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from nanoengine.extras import missing
-from nanorl.training_service.config import ServiceConfig, ServiceOptions
+from nanorl.serving.training_service.service_config import ServiceConfig, ServiceOptions
 
 
 def serve_training(
@@ -28,7 +28,7 @@ def serve_training(
         options: The service's.
     """
     try:
-        from nanorl.training_service.running import run_service
+        from nanorl.serving.training_service.service_running import run_service
     except ModuleNotFoundError as error:
         raise missing("the service", error.name, extra="serve") from None
     from nanoengine.formats.sources import resolve_model  # here: it imports torch

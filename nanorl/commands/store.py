@@ -18,10 +18,10 @@ from typing import Annotated
 import tyro
 
 from nanorl.commands.terminal import printable
+from nanorl.observability.store import Entry, Filter, RolloutStore
+from nanorl.observability.store.address import training_store
+from nanorl.observability.store.stats import StoreStats
 from nanorl.options.bounds import COUNT, POSITIVE, check_record
-from nanorl.store import Entry, Filter, RolloutStore
-from nanorl.store.address import training_store
-from nanorl.store.stats import StoreStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
 
 Exit status: 0 finished, 2 something was wrong (one message says what and how to mend it),
 130 stopped with Ctrl-C (saved, unless it was pressed three times; the message says how to go on).
-`run_training` is what the library calls (nanorl/api.py).
+`run_training` is what the library calls (nanorl/commands/api.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
+from nanorl.observability.report.next_steps import how_to_go_on, next_steps
 from nanorl.options.parse import parse_arguments
 from nanorl.options.run_config import RunConfig
-from nanorl.report.next_steps import how_to_go_on, next_steps
 
 if TYPE_CHECKING:
-    from nanorl.roles.base import Roles
-    from nanorl.run.parts import Parts
+    from nanorl.distributed.roles.base import Roles
+    from nanorl.options.parts import Parts
 
 RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -38,14 +38,14 @@ def run_training(
 
     from kernels.memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.distributed.roles.choose_roles import make_roles
     from nanorl.envs.run_kind import settle_sandbox
-    from nanorl.roles.launch import make_roles
+    from nanorl.observability.trackers.services import require_trackers
+    from nanorl.options.parts import Parts
     from nanorl.run.continuation import begin, take_over
     from nanorl.run.failed_start import WRITTEN, take_away_failed_start
-    from nanorl.run.parts import Parts
     from nanorl.run.restarts import run_until_done
     from nanorl.run.run_outcome import write_outcome
-    from nanorl.trackers.services import require_trackers
 
     require_trackers(config.log)
     reuse_large_buffers()
@@ -84,8 +84,8 @@ def run_training(
 def first_lines(parts: Parts, walls: str) -> list[str]:
     """What a run says before it begins: the model and where it is from, the sandbox (`walls`, empty
     where no programs run), its folder and device, and whether there are fewer tasks than wanted."""
-    from nanorl.cards.model_source import model_source
-    from nanorl.run.evaluation import too_few
+    from nanorl.run.cards.model_source import model_source
+    from nanorl.run.heldout_success import too_few
 
     config = parts.config
     lines = {
@@ -107,7 +107,7 @@ def train(config: RunConfig) -> int:
 
 def report(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the success rates, where everything is, and what to do next."""
-    from nanorl.report.summary import gap_text, success_rates
+    from nanorl.observability.report.summary import gap_text, success_rates
 
     print("\nsuccess on held-out tasks, never trained on, greedy:")
     for title, rate, num_tasks in success_rates(summary):

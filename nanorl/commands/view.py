@@ -6,8 +6,8 @@
     nanorl view runs/tiny-seed0 --step 12 --task squares --text Traceback
 
 A run that goes on may be read, too, and so may the folder of an evaluation, in the browser.
-nanorl/viewer is the page; this file is the terminal, which shows rollouts of training alone and no
-numbers of single tokens.
+nanorl/inspection/viewer is the page; this file is the terminal, which shows rollouts of training
+alone and no numbers of single tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rich.text import Text
 
 from nanoengine.extras import missing
 from nanorl.commands.terminal import labelled, page
-from nanorl.report.transcript import verdict
-from nanorl.store import Entry, RolloutStore
-from nanorl.store.address import training_store
+from nanorl.observability.report.transcript import verdict
+from nanorl.observability.store import Entry, RolloutStore
+from nanorl.observability.store.address import training_store
 from nanorl.types import Branch, Rollout, Status
 
 if TYPE_CHECKING:
-    from nanorl.report.chat_decode import ChatDecode
+    from nanorl.observability.report.chat_decode import ChatDecode
 
 Decode = Callable[[list[int]], str]
 MOST_SHOWN = 20
@@ -95,7 +95,7 @@ def view(
         _show_in_terminal(runs, shown)
         return
     try:
-        from nanorl.viewer.server import serve_viewer
+        from nanorl.inspection.viewer.viewer_server import serve_viewer
     except ModuleNotFoundError as error:
         if len(runs) > 1:
             raise missing("a browser, for several runs,", error.name, extra="serve") from None
@@ -105,7 +105,7 @@ def view(
         )
         _show_in_terminal(runs, shown)
         return
-    from nanorl.viewer.runs import find_runs
+    from nanorl.inspection.viewer.runs import find_runs
 
     found = find_runs(runs)
 
@@ -194,7 +194,7 @@ def _matching(
 
 def _decoder(run: Path) -> ChatDecode:
     """Ids to text without the template's marks, with the tokenizer of the run's model."""
-    from nanorl.report.chat_decode import ChatDecode  # here: both import torch
+    from nanorl.observability.report.chat_decode import ChatDecode  # here: both import torch
     from nanorl.run.saved_models import read_tokenizer
 
     return ChatDecode(read_tokenizer(run))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from nanoengine.text.chat_template import Message
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.fenced import Fence, FencedParser
-from nanorl.tools.base import Described
+from nanorl.envs.tools.base import Described
 
 
 @dataclass(frozen=True, kw_only=True)

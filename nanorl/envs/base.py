@@ -15,15 +15,15 @@ from typing import Any, Protocol
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.sandbox.base import Sandbox
 from nanorl.types import Rollout, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the policy reads first: the messages, and the schemas of the tools that its chat
-    template lists (None where the messages describe them, or there are none)."""
+    """The messages that the policy reads first, and the schemas of the tools that its chat template
+    lists (None where the messages describe them, or there are none)."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -85,7 +85,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """What a run lends to its episodes."""
+    """The services that a run lends to its episodes."""
 
     tokenizer: ChatTokenizer
     sandbox: Sandbox | None

@@ -49,7 +49,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
 
 
 def is_address(spec: str) -> bool:
-    """Whether `--env` names a server, which plays its episodes itself."""
+    """Say whether `--env` names a server, which plays its episodes itself."""
     return spec.startswith(("http://", "https://", OPENENV))
 
 
@@ -89,7 +89,7 @@ def is_environment(value: Any) -> bool:
 
 
 def is_kind(value: Any) -> bool:
-    """Whether it is an object that serves as an `EnvKind` as it is."""
+    """Say whether `value` is an object that serves as an `EnvKind` as it is."""
     methods = (getattr(value, name, None) for name in ("open", "tasks", "demonstrator"))
     return not isinstance(value, type | ModuleType) and all(map(callable, methods))
 

@@ -3,8 +3,8 @@ print, and answers.
 
 The hidden answer never comes to the sandbox in any form: programs see the task's `files`, and
 nothing else.
-Left out: the tasks, which are drawn from a preset's family (nanorl/tasks/family.py), and the
-sloppy teacher that shows how the tool is used (nanorl/tasks/teachers.py); a preset brings both.
+Left out: the tasks, which are drawn from a preset's family (nanorl/envs/tasks/family.py), and the
+sloppy teacher that shows how the tool is used (tasks/teachers.py); a preset brings both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanorl.envs.actions import ActionFormat
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Done, Env
 from nanorl.envs.env_episode import EnvEpisode
-from nanorl.tools.python import python
+from nanorl.envs.tools.python import python
 from nanorl.types import Task
 
 
@@ -41,7 +41,7 @@ class CodeEnv(Env):
 
 
 class TaskFamily(Protocol):
-    """A source of tasks, such as `nanorl.tasks.family.Family`."""
+    """A source of tasks, such as `nanorl.envs.tasks.family.Family`."""
 
     def tasks(self, seed: int) -> Any:
         """A `TaskSet` (env_kind.py)."""
@@ -49,7 +49,7 @@ class TaskFamily(Protocol):
 
 
 class Teacher(Protocol):
-    """Somebody who knows how tasks are played, such as `nanorl.tasks.teachers.TeacherConfig`."""
+    """Somebody who knows how tasks are played, such as `TeacherConfig` (tasks/teachers.py)."""
 
     def script(self, form: ActionFormat, task: Task, rng: random.Random) -> Any:
         """A `Demonstrator` (env_kind.py) of one trace."""
@@ -81,7 +81,7 @@ class CodeKind:
         return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
-        """How the tool is told of and called, by any model."""
+        """The form in which any model is told of the tool and calls it."""
         return ToolChat(parser=self.form, description=self.form.system)
 
     def demonstrator(

@@ -33,10 +33,10 @@ from types import MappingProxyType
 from typing import Any, overload
 
 from nanoinfer.chat.base import Parser
-from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.rule import RuleReward
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.rule import RuleReward
+from nanorl.envs.tools.base import Done, Tool, ToolContext
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.tools.base import Done, Tool, ToolContext
 from nanorl.types import InfrastructureError, Rollout, Task
 
 ANSWER = "Answer:"
@@ -101,7 +101,7 @@ class Env:
 
     @property
     def subject(self) -> Any:
-        """What a reward is given as `environment`."""
+        """The object that a reward is given as `environment`."""
         return self
 
     async def open_session(self, sandbox: WorkspaceSandbox) -> Any:
@@ -180,7 +180,7 @@ def last_number(text: str, default: float | None = None) -> float | None:
 
 
 def final_answer(text: str) -> str:
-    """What follows the last "Answer:" of a text, to the end of its line; without one, all of it."""
+    """Return the text after the last "Answer:", to the end of its line; without one, all of it."""
     # The last one counts: models repeat the form of an answer while they think.
     for line in reversed(text.splitlines()):
         if ANSWER in line:

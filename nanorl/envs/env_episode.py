@@ -3,7 +3,7 @@
 A turn is read by the parser. Its calls run side by side and are answered in order; a call that
 cannot be run is answered with the reason, so the policy can repair it. A turn without a call is
 the environment's own `step`.
-Left out: the tokens (agents/) and the processes in which somebody's code may run (hosting/).
+Left out: the tokens (agents/) and the processes in which somebody's code may run (envs/hosting/).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nanoinfer.chat.call_ids import as_results
 from nanoinfer.chat.chat import ToolChat, visible
 from nanorl.envs.base import Opening, Services, TeacherError, TimeStep
 from nanorl.envs.env import Done, Env
-from nanorl.rewards.base import Score, Transcript, as_score
+from nanorl.envs.rewards.base import Score, Transcript, as_score
+from nanorl.envs.tools.base import Tool, ToolContext
+from nanorl.envs.tools.tool_calls import answer_calls
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.tools.base import Tool, ToolContext
-from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
 
 TOOL_UNAVAILABLE = "tool unavailable"
@@ -136,7 +136,7 @@ class EnvEpisode:
         if not isinstance(sandbox, WorkspaceSandbox):
             raise InfrastructureError(
                 "a workspace needs a sandbox, and this run has none: list a tool of "
-                "nanorl/tools/workspace.py, or set needs_sandbox"
+                "nanorl/envs/tools/workspace.py, or set needs_sandbox"
             )
         return await self._ask(self.env.open_session, sandbox)
 
@@ -145,7 +145,7 @@ class EnvEpisode:
         return None if self._chat is None else self._chat.parser
 
     async def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What a method of the environment says. Whatever it raises is not the policy's doing: the
+        """Ask a method of the environment. Whatever it raises is not the policy's doing: the
         rollout FAILED, is played again, and ends the run if that never helps."""
         try:
             said = method(*arguments)

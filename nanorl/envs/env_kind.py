@@ -66,7 +66,7 @@ class EnvKind(Protocol):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether somebody can show how tasks are played, so that a warm start is possible."""
+        """True where somebody can show how tasks are played, so that a warm start is possible."""
         ...
 
     @property
@@ -83,8 +83,8 @@ class EnvKind(Protocol):
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
-        """Who shows how a task is played, where it has a teacher, in the form in which the model of
-        `tokenizer` writes calls. `episode` is the one that it plays in."""
+        """Return the demonstrator of a task, where the environment has a teacher, in the form in
+        which the model of `tokenizer` writes calls. `episode` is the one that it plays in."""
         ...
 
     def close(self) -> None: ...

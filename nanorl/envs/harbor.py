@@ -1,4 +1,4 @@
-"""`Harbor`: tasks from directories in the Harbor layout (nanorl/tasks/harbor.py).
+"""`Harbor`: tasks from directories in the Harbor layout (nanorl/envs/tasks/harbor_tasks.py).
 
     nanorl train --env harbor --env-args path=my_tasks
     nanorl train --env harbor --env-args path=my_tasks tools=bash
@@ -19,12 +19,12 @@ from typing import Any
 
 from nanoinfer.chat.base import ToolCall
 from nanorl.envs.env import Done, Env
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tasks.harbor_tasks import read_harbor_tasks, read_tests, read_workplace
+from nanorl.envs.tools.workspace import bash, edit, read, submit, write
 from nanorl.sandbox.base import ExecStatus, WorkspaceSandbox
 from nanorl.sandbox.grading import grade, verify
 from nanorl.sandbox.session import Session
-from nanorl.tasks.harbor import read_harbor_tasks, read_tests, read_workplace
-from nanorl.tools.workspace import bash, edit, read, submit, write
 from nanorl.types import InfrastructureError, Task
 
 _SET_UP_LIMIT_S = 60.0

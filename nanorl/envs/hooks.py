@@ -19,8 +19,8 @@ from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Env
-from nanorl.tools.base import Tool
-from nanorl.tools.function import MethodTool, function_tool
+from nanorl.envs.tools.base import Tool
+from nanorl.envs.tools.function import MethodTool, function_tool
 
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

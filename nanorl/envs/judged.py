@@ -11,8 +11,8 @@ from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
-from nanorl.rewards.base import Reward, Score, Transcript
-from nanorl.rewards.function_reward import score_rollout
+from nanorl.envs.rewards.base import Reward, Score, Transcript
+from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.types import Rollout, Task
 
 

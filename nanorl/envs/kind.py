@@ -1,6 +1,6 @@
 """`ShortKind`: a class derived from `Env`, as a whole run knows it.
 
-Left out: how a name becomes one (catalog.py) and worker processes (nanorl/hosting).
+Left out: how a name becomes one (catalog.py) and worker processes (nanorl/envs/hosting).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.envs.hooks import check_hooks, tools_of
+from nanorl.envs.tasks.readers import read_tasks
+from nanorl.envs.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
+from nanorl.envs.tools.base import Tool
+from nanorl.envs.tools.function import bind_tools
 from nanorl.plugins import where_raised
-from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
-from nanorl.tools.base import Tool
-from nanorl.tools.function import bind_tools
 from nanorl.types import Task
 
 
@@ -69,7 +69,8 @@ class ShortKind:
         return EnvEpisode(env, bind_tools(self.tools, env), chat, services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
-        """How the model of `tokenizer` is told of the tools and calls them; None without any."""
+        """The form in which the model of `tokenizer` is told of the tools and calls them; None
+        where there are no tools."""
         if not self.tools:
             return None
         key = id(tokenizer)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tools.workspace import bash, edit, read, submit, write
 from nanorl.sandbox.grading import Case, check
-from nanorl.tools.workspace import bash, edit, read, submit, write
 from nanorl.types import Task
 
 _NUM_CASES = 12
@@ -238,7 +238,7 @@ def _filled(text: str, names: dict[str, str]) -> str:
 
 
 def _value(module: str, name: str, arguments: list[Any]) -> Any:
-    """What a call returns, as JSON has it; the module is one of the texts above."""
+    """Make a call and return its value, as JSON has it; the module is one of the texts above."""
     namespace: dict[str, Any] = {}
     exec(module, namespace)
     try:

@@ -18,9 +18,9 @@ from nanorl.envs.catalog import (
 )
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
+from nanorl.envs.rewards.load import REWARDS, load_reward
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox
@@ -64,7 +64,7 @@ def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
 
 
 def runs_programs(config: RunConfig, kind: EnvKind) -> bool:
-    """Whether anything that a policy writes is run, by its tools or by the reward."""
+    """Say whether anything that a policy writes is run, by its tools or by the reward."""
     return kind.needs_sandbox or config.reward == "tests"
 
 
@@ -83,7 +83,8 @@ def settle_sandbox(config: RunConfig, kind: EnvKind) -> tuple[RunConfig, str]:
 
 
 def _sandbox_arguments(config: RunConfig) -> dict[str, Any]:
-    """What tells the reward that runs programs of its own where it shall run them."""
+    """The arguments that tell a reward that runs programs of its own where it shall run them; none
+    for other rewards."""
     if config.reward != "tests":
         return {}
     tool = config.tool

@@ -33,8 +33,8 @@ from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.kind import ShortKind
-from nanorl.rewards.base import Transcript
-from nanorl.tools.function import NOT_TOOLS, bind_tools, method_tools
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.tools.function import NOT_TOOLS, bind_tools, method_tools
 
 
 def is_tool_class(value: Any) -> bool:

@@ -37,8 +37,8 @@ it to the endpoint to say that a prompt is too long: there it is noted as a limi
 
 
 class VerifiersPlayer:
-    """What all episodes of a process share: verifiers' own process, and the files of a tokenizer
-    for renderers."""
+    """Holds what all episodes of a process share: verifiers' own process, and the files of a
+    tokenizer for renderers."""
 
     def __init__(self, process: VerifiersProcess, client: Mapping[str, Any]) -> None:
         self.process = process

@@ -62,7 +62,8 @@ class VerifiersProcess:
             raise ValueError(f"--env verifiers env={name}: {error or 'it hangs'}") from error
 
     async def play(self, row: Json, ask: Json, timeout_s: float) -> Json:
-        """What the rubric says of one episode. `ask` has the model, the client and its key."""
+        """Play one episode and return what the rubric says of it. `ask` has the model, the client
+        and its key."""
         # A thread: loading may take long, and a process that hangs does not read.
         life = await asyncio.to_thread(self._living)
         pending = await asyncio.to_thread(life.ask, {"play": row, **ask})

@@ -258,7 +258,7 @@ def kill_marked(mark: str, *, spared: int | None = None) -> None:
 
 
 def _pids() -> list[int]:
-    """Of all processes; none where there is no /proc."""
+    """The ids of all processes; none where there is no /proc."""
     return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
 
 

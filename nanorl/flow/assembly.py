@@ -1,9 +1,9 @@
 """`BatchAssembler`: takes finished groups from the transfer queue until a batch is complete.
 
-A group that does not fit is trained on all the same, dropped or replaced (policy.py). For one that
-is replaced the staleness controller lets another start, and the assembler waits for it; so in a
-synchronous run in task order the batch is a function of the seed and the weights alone.
-Left out: what a batch is made into (batching.py).
+A group that does not fit is trained on all the same, dropped or replaced (batch_policy.py). For one
+that is replaced the staleness controller lets another start, and the assembler waits for it; so in
+a synchronous run in task order the batch is a function of the seed and the weights alone. Left out:
+what a batch is made into (batching.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from nanorl.batch_metrics import has_signal
+from nanorl.flow.batch_policy import FAULTS, BatchPolicy, Fault
 from nanorl.flow.group import FinishedGroup
-from nanorl.flow.policy import FAULTS, BatchPolicy, Fault
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import Consumer, Row
 from nanorl.types import Rollout

@@ -30,7 +30,7 @@ from nanorl.types import Task, derive_seed
 
 
 class TaskSource(Protocol):
-    """Where tasks come from (tasks/source.py): a pure function of two integers."""
+    """Where tasks come from (envs/tasks/source.py): a pure function of two integers."""
 
     def batch(self, step: int, n: int) -> Sequence[Task]: ...
 

@@ -10,7 +10,7 @@ batch, so that it need not wait for its slowest groups.
 
 The inequality bounds how many rollouts run ahead. Where batches are made of whatever has finished
 it does not bound the age of a straggler: `overdue` names those that must not wait any longer.
-Left out: what is done with a group that is too old (policy.py).
+Left out: what is done with a group that is too old (batch_policy.py).
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanorl.flow.batch_policy import Order
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.journal import Journal
-from nanorl.flow.policy import Order
 
 GROUP = "group"
 """The field that makes a row."""

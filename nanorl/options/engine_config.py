@@ -15,7 +15,7 @@ from nanorl.options.bounds import NATURAL, POSITIVE, Bound, check_record, requir
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
-    """Sizes of the two engines; 0: chosen for the device (sizes.py)."""
+    """Sizes of the two engines; 0: chosen for the device (run_sizes.py)."""
 
     micro_batch_tokens: int = 0
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""

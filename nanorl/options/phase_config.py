@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.config import Schedule, UpdateConfig
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.flow.policy import BatchPolicy
+from nanorl.flow.batch_policy import BatchPolicy
 from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.scorers.reference_names import check_mixture, parse_references
 

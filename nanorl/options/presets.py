@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 from nanorl.envs.actions import COMPACT, MARKDOWN
 from nanorl.envs.code import CodeKind
+from nanorl.envs.tasks.smollm2 import smollm2_family
+from nanorl.envs.tasks.teachers import smollm2_teacher, tiny_teacher
+from nanorl.envs.tasks.tiny import tiny_family
 from nanorl.options.agent_config import AgentConfig, ToolConfig
 from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.teachers import smollm2_teacher, tiny_teacher
-from nanorl.tasks.tiny import tiny_family
 
 
 @dataclass(frozen=True, kw_only=True)

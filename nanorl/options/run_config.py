@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from nanorl.algorithms.option_groups import BOUNDS
 from nanorl.algorithms.recipes import named_spec
-from nanorl.http_record.config import HttpConfig
-from nanorl.monitor.config import MonitorConfig
+from nanorl.envs.http_record.record_config import HttpConfig
+from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.options.agent_config import AgentConfig, ToolConfig
 from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
@@ -291,7 +291,9 @@ class RunConfig:
     def _check_store(self) -> None:
         """Also that nothing secret is in it: config.json keeps it."""
         if self.store:
-            from nanorl.store.address import StoreAddress  # here: few options need numpy
+            from nanorl.observability.store.address import (
+                StoreAddress,  # here: few options need numpy
+            )
 
             StoreAddress.parse(self.store)
 

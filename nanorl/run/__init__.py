@@ -1,9 +1,9 @@
 """A whole run, from its options to what it leaves in its folder. Start at run.py.
 
-parts.py, sizes.py       tasks, tokenizer and the options of the engines, sized for the machine
 run.py, restarts.py      the loop over the phases; a run that failed begins again
 phases.py                evaluation_phase.py, warm_start_phase.py, rl_phase.py, one class each
-evaluation.py            success on held-out tasks; warm_start.py: the samples of supervised steps
+trainer.py               the RL loop: which rollouts may start, which groups make a batch
+heldout_success.py       success on held-out tasks; warm_start.py: the samples of supervised steps
 observers.py             who is told of what happens, in which order; kept_records.py: the store
 run_checkpoints.py       saves and goes on; cursor.py: where a run stands
 continuation.py          what `--resume` and `--fork` may change; history.py: how a run came to be

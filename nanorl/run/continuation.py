@@ -36,9 +36,9 @@ from nanoengine.state.checkpoint import (
     share_folder,
 )
 from nanoengine.state.run_folder import RunFolder
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.report.summary import write_atomically
 from nanorl.options.run_config import RunConfig, flatten
-from nanorl.report.metrics import read_metrics
-from nanorl.report.summary import write_atomically
 from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.history import Event, EventKind, RunHistory
 from nanorl.trust import remember, require
@@ -125,12 +125,12 @@ def recorded(config: RunConfig) -> dict[str, Any]:
 
 
 def computes(option: str) -> bool:
-    """Whether the option has a say in what is computed."""
+    """Say whether the option has a say in what is computed."""
     return not _is_among(option, _AROUND)
 
 
 def _is_among(option: str, names: tuple[str, ...]) -> bool:
-    """Whether the option, or the section that it is in, is named."""
+    """Say whether the option, or the section that it is in, is named."""
     return option in names or option.partition(".")[0] in names
 
 
@@ -205,7 +205,7 @@ def _refuse_by_hand(saved: RunConfig, config: RunConfig, cursor: Cursor, run: Pa
 
 
 def _or_give(option: str, value: Any, cursor: Cursor) -> str:
-    """How the option may change all the same, if it may."""
+    """Say how the option may change all the same; empty where it may not."""
     if _kept(option, cursor, is_fork=False):
         return ""
     return f", and give {_flag(option)} {value} with --resume if that is what you want"
@@ -276,7 +276,7 @@ class Origin:
 
 
 def find_origin(text: str) -> Origin:
-    """What RUN, RUN@7 or RUN@done names. ValueError says which checkpoints there are."""
+    """Find the checkpoint that RUN, RUN@7 or RUN@done names. ValueError says which there are."""
     folder, _, place = text.rpartition("@")
     if not folder or Path(text).is_dir():  # a folder may have an @ in its name
         folder, place = text, ""

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from nanorl.report.observer import Evaluated, PhaseBegun
-from nanorl.report.summary import EVALUATIONS
-from nanorl.roles.collector import CollectorRole
+from nanorl.distributed.roles.collector_role import CollectorRole
+from nanorl.observability.report.observer import Evaluated, PhaseBegun
+from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.run.cursor import Phase
-from nanorl.run.evaluation import evaluate
+from nanorl.run.heldout_success import evaluate
 from nanorl.run.state import RunState
 from nanorl.types import Task
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import CONFIG
-from nanorl.report.metrics import read_metrics
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.store.address import TRAINING_FILE
 from nanorl.run.cursor import START
-from nanorl.store import RolloutStore
-from nanorl.store.address import TRAINING_FILE
 
 _KEPT = ("model-trained", "summary.json")
 _BEGUN = (

@@ -75,7 +75,7 @@ class RunHistory:
 
     @property
     def is_fork(self) -> bool:
-        """Whether the run began as a fork."""
+        """Say whether the run began as a fork."""
         events = self.read()
         return bool(events) and events[0]["event"] == "forked"
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.role import Role
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
+from nanorl.observability.report.summary import EVALUATIONS
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.store.address import EVALUATIONS_FILE
 from nanorl.options.run_config import RunConfig
-from nanorl.report.evaluation import Evaluation
-from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
-from nanorl.report.summary import EVALUATIONS
-from nanorl.roles.base import Roles
-from nanorl.roles.role import Role
 from nanorl.run.cursor import PHASES
-from nanorl.store import RolloutStore
-from nanorl.store.address import EVALUATIONS_FILE
 
 if TYPE_CHECKING:
-    from nanorl.trainer import StepResult
+    from nanorl.run.trainer import StepResult
 
 
 class KeptRollouts(RunObserver):
@@ -88,4 +88,4 @@ class KeptWeights(RunObserver):
     async def _note(self, step: int) -> None:
         loop, roles = asyncio.get_running_loop(), self._roles
         found = await loop.run_in_executor(roles.optimizer_thread, roles.engine.fingerprints)
-        await roles.store.call(RolloutStore.put_fact, f"weights/{step}", found)
+        await roles.store.call(RolloutStore.put_fact, f"distributed/weights/{step}", found)

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from nanoengine.formats.template_files import template_files
+from nanorl.observability.report.summary import git_commit
 from nanorl.options.agent_config import ToolConfig
+from nanorl.options.parts import Parts, num_threads
 from nanorl.options.run_config import RunConfig
 from nanorl.plugins import is_path
-from nanorl.report.summary import git_commit
-from nanorl.run.parts import Parts, num_threads
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.interpreter import find_python
 
@@ -59,8 +59,8 @@ Manifest = dict[str, dict[str, Any]]
 
 
 def manifest_of(parts: Parts) -> Manifest:
-    """Of this process, playing and training with these parts. Hashes some 10 MB of source, and the
-    model's folder."""
+    """The manifest of this process, playing and training with these parts. Hashes some 10 MB of
+    source, and the model's folder."""
     config = parts.config
     return {
         "code": {"source": _source_hash(), "commit": git_commit(ROOT) or "unknown"},
@@ -74,8 +74,8 @@ def manifest_of(parts: Parts) -> Manifest:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Of what a model's folder says beside the weights, which a checkpoint has: how they are used,
-    and what tokens mean."""
+    """A hash of what a model's folder says beside the weights, which a checkpoint has: how they are
+    used, and what tokens mean."""
     read = {folder / name for name in (*_READ, *template_files(folder))}
     return _hash_of_files((one for one in _plain_files(folder) if one in read), folder)
 
@@ -92,7 +92,7 @@ def packages() -> dict[str, str]:
 
 
 def machine(config: RunConfig) -> dict[str, Any]:
-    """What the numbers of a run depend on beside the code."""
+    """The facts on which the numbers of a run depend beside the code."""
     kind = torch.device(config.device).type
     device = torch.cuda.get_device_name(config.device) if kind == "cuda" else kind
     return {
@@ -104,15 +104,15 @@ def machine(config: RunConfig) -> dict[str, Any]:
 
 
 def sandbox(tool: ToolConfig) -> dict[str, str]:
-    """What keeps a policy's programs in, and the interpreter that runs them, where that is one of
-    this machine; otherwise it is a part of the image."""
+    """The walls that keep a policy's programs in, and the interpreter that runs them, where that is
+    one of this machine; otherwise it is a part of the image."""
     walls = {"tier": tool.sandbox, "image": tool.image}
     spec = tool.limits()
     return walls | (_interpreter(spec) if tool.sandbox in _WITH_OUR_PYTHON else {})
 
 
 def _interpreter(spec: SandboxSpec) -> dict[str, str]:
-    """Which one it is, and what its library is made of."""
+    """The interpreter's path and version, and hashes of its binary and its library's listing."""
     path = find_python(spec).path
     done = subprocess.run(
         [str(path), "-I", "-S", "-B", "-c", _QUESTION],
@@ -140,7 +140,8 @@ def environment(config: RunConfig) -> dict[str, str]:
 
 
 def _files_of(spec: str) -> Iterator[Path]:
-    """Of what a user names; nothing where it is one of ours."""
+    """Yield the file of what a user names, and the loaded modules beside it; nothing where it is
+    one of ours."""
     place = spec.rpartition(":")[0] or spec
     if is_path(place):
         file = Path(place).expanduser().resolve()
@@ -159,7 +160,7 @@ def _files_of(spec: str) -> Iterator[Path]:
 
 @cache
 def _source_hash() -> str:
-    """Of the files that this process runs."""
+    """A hash of the files that this process runs."""
     files = (one for name in OURS for one in sorted((ROOT / name).rglob("*")))
     return _hash_of_files((one for one in files if one.suffix in _SOURCES), ROOT)
 

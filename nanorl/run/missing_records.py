@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from nanoengine.state.checkpoint import lost_newest
-from nanorl.report.metrics import read_metrics
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.store.address import EVALUATIONS_FILE
 from nanorl.run.cursor import Cursor
 from nanorl.run.history import RunHistory
-from nanorl.store.address import EVALUATIONS_FILE
 
 METRICS = "metrics.jsonl"
 

@@ -20,24 +20,24 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from nanorl.doctor.alarms import RunAlarms
-from nanorl.monitor.monitor import RunMonitor
-from nanorl.report.chat_decode import ChatDecode
-from nanorl.report.live import LiveView
-from nanorl.report.metrics import MetricsWriter
-from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver
-from nanorl.report.shown_rollouts import ShownRollouts
-from nanorl.report.tensorboard import TensorBoardFolders
-from nanorl.roles.base import Roles
-from nanorl.roles.collector import CollectorRole
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.collector_role import CollectorRole
+from nanorl.observability.alarms.alarms import RunAlarms
+from nanorl.observability.monitor.monitor import RunMonitor
+from nanorl.observability.report.chat_decode import ChatDecode
+from nanorl.observability.report.live import LiveView
+from nanorl.observability.report.metrics import MetricsWriter
+from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
+from nanorl.observability.report.shown_rollouts import ShownRollouts
+from nanorl.observability.report.tensorboard import TensorBoardFolders
+from nanorl.observability.trackers.run_spans import RunSpans
+from nanorl.observability.trackers.sending import Trackers
+from nanorl.options.parts import Parts
 from nanorl.run.kept_records import KeptEvaluations, KeptRollouts, KeptWeights
 from nanorl.run.missing_records import METRICS
-from nanorl.run.parts import Parts
-from nanorl.trackers.run_spans import RunSpans
-from nanorl.trackers.sending import Trackers
 
 if TYPE_CHECKING:
-    from nanorl.trainer import StepResult
+    from nanorl.run.trainer import StepResult
 
 TENSORBOARD = "tensorboard"
 

@@ -24,14 +24,14 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint, read_cursor
-from nanorl.report.live import LiveView
-from nanorl.roles.base import Roles
-from nanorl.roles.launch import make_roles
-from nanorl.roles.policy import TrainerLost
-from nanorl.roles.role import RoleLost
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.choose_roles import make_roles
+from nanorl.distributed.roles.policy_role import TrainerLost
+from nanorl.distributed.roles.role import RoleLost
+from nanorl.observability.report.live import LiveView
+from nanorl.options.parts import Parts
 from nanorl.run.cursor import CHECKPOINTS, PHASES, Cursor
 from nanorl.run.history import Event
-from nanorl.run.parts import Parts
 from nanorl.run.run import Run
 from nanorl.run.state import RunState
 from nanorl.sandbox.base import SandboxFailure
@@ -44,19 +44,19 @@ MOST_IN_VAIN = 3
 
 
 class Restarts:
-    """What one process knows of its run's failures so far."""
+    """Holds what one process knows of its run's failures so far."""
 
     def __init__(self, most: int) -> None:
         self.most, self.count = most, 0
         self._furthest, self._num_in_vain = (-1, -1), 0
 
     def allow(self, error: BaseException, run: RunState) -> bool:
-        """Whether the run, which ends with `error`, is to begin again."""
+        """Say whether the run, which ends with `error`, is to begin again."""
         is_fault, is_left = isinstance(error, FAULTS), self.count < self.most
         return is_fault and is_left and self._in_vain(run) < MOST_IN_VAIN
 
     def _in_vain(self, run: RunState) -> int:
-        """How often it has failed without getting any further, this time included."""
+        """Count how often it has failed without getting any further, this time included."""
         return self._num_in_vain + 1 if _place(run) <= self._furthest else 1
 
     def note(self, parts: Parts, run: RunState, reason: str) -> None:
@@ -85,7 +85,7 @@ def _place(run: RunState) -> tuple[int, int]:
 
 
 def _checkpointed(run: RunState) -> Cursor:
-    """Where the run goes on."""
+    """The place where the run goes on: its newest checkpoint's, or the beginning."""
     newest = latest_checkpoint(run.dir / CHECKPOINTS)
     if newest is None:
         return Cursor()
@@ -94,7 +94,7 @@ def _checkpointed(run: RunState) -> Cursor:
 
 
 def _told(error: Exception) -> RoleLost:
-    """What somebody who reads it can do."""
+    """The error that tells its reader what can be done."""
     return RoleLost(
         f"{type(error).__name__}: {error}. Look at the messages above, then go on with --resume"
     )

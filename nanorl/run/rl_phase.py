@@ -17,16 +17,16 @@ from functools import partial
 from typing import Any
 
 from nanoengine.scoring import Policy
-from nanorl.doctor.alarms import NO_SIGNAL
+from nanorl.distributed.roles.base import RunCritic
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
-from nanorl.report.observer import PhaseBegun
-from nanorl.roles.base import RunCritic
+from nanorl.observability.alarms.alarms import NO_SIGNAL
+from nanorl.observability.report.observer import PhaseBegun
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.state import RunState
 from nanorl.run.step_measures import StepMeasures
+from nanorl.run.trainer import StepResult, Trainer
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import choose_learner
-from nanorl.trainer import StepResult, Trainer
 from nanosched import Scheduler
 
 TITLE = "reinforcement learning"
@@ -121,7 +121,9 @@ class RLPhase:
     def _count_gap(self, metrics: dict[str, Any]) -> None:
         cursor, measured = self._state.cursor, metrics["logp_gap_tokens"]
         if any("+" in address for address in self._state.config.rollout.addresses):
-            from nanorl.roles.outside_replica import check_gap  # another project's engine
+            from nanorl.distributed.roles.outside_replica import (
+                check_gap,  # another project's engine
+            )
 
             check_gap(metrics["logp_gap_mean"])
         cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])

@@ -17,18 +17,18 @@ from collections.abc import Callable
 
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
-from nanorl.cards.model_source import model_source
-from nanorl.report.live import LiveView
-from nanorl.roles.base import Roles
-from nanorl.roles.policy import TrainerLost
-from nanorl.roles.role import RoleLost
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.policy_role import TrainerLost
+from nanorl.distributed.roles.role import RoleLost
+from nanorl.observability.report.live import LiveView
+from nanorl.observability.store import RolloutStore
+from nanorl.options.parts import Parts
+from nanorl.run.cards.model_source import model_source
 from nanorl.run.cursor import PHASES
 from nanorl.run.manifest import manifest_of
-from nanorl.run.parts import Parts
 from nanorl.run.phases import RunPhase, make_phases
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.state import RunState
-from nanorl.store import RolloutStore
 
 MOST_LOSSES = 2
 """So often the trainer may die without getting any further before the run ends."""

@@ -10,17 +10,17 @@ Left out: what the files look like (nanoengine/state), what a resumed run may ch
 from __future__ import annotations
 
 from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, open_checkpoint
+from nanorl.distributed.roles.base import RunCritic
+from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
-from nanorl.report.metrics import read_metrics
-from nanorl.roles.base import RunCritic
-from nanorl.roles.policy import TrainerLost
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.store import RolloutStore
 from nanorl.run.continuation import recorded
 from nanorl.run.cursor import CHECKPOINTS, START, WARMING_UP, Cursor, Phase
 from nanorl.run.manifest import model_fingerprint
 from nanorl.run.missing_records import METRICS, missing_records, passed_over
 from nanorl.run.state import RunState
-from nanorl.store import RolloutStore
 
 
 class RunCheckpoints:

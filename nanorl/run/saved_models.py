@@ -24,10 +24,10 @@ from nanoengine.optim import DTYPES
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.run_kind import run_tokenizer
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.options.parts import model_folder
 from nanorl.options.run_config import RunConfig
-from nanorl.report.evaluation import Evaluation
 from nanorl.run.cursor import START
-from nanorl.run.parts import model_folder
 from nanorl.trust import readable
 
 STAGES = ("untrained", "before", "after")
@@ -35,7 +35,7 @@ STAGES = ("untrained", "before", "after")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModels:
-    """Where the models of a name lie. `run` has the options of the run, None of a plain model."""
+    """The place of a name's models. `run` has the options of the run, None of a plain model."""
 
     name: str
     place: Path
@@ -122,7 +122,7 @@ def _folder_and_stage(name: str) -> tuple[Path, str]:
 
 
 def _before_rl(name: str, folder: Path, run: RunConfig) -> SavedModels:
-    """What RL began with: its checkpoint, or the model where no warm start had changed it."""
+    """The models that RL began with: its checkpoint's, or the model if no warm start changed it."""
     start = latest_checkpoint(folder / START)
     if start is not None:
         return SavedModels(name=name, place=start, is_checkpoint=True, run=run)

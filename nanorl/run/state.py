@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from nanorl.report.live import LiveView
-from nanorl.report.observer import PhaseBegun
-from nanorl.report.summary import peak_rss_bytes
-from nanorl.roles.base import Roles
+from nanorl.distributed.roles.base import Roles
+from nanorl.observability.report.live import LiveView
+from nanorl.observability.report.observer import PhaseBegun
+from nanorl.observability.report.summary import peak_rss_bytes
+from nanorl.options.parts import Parts
 from nanorl.run.continuation import computes
 from nanorl.run.cursor import Cursor
 from nanorl.run.history import RunHistory
 from nanorl.run.observers import Observers, make_observers
-from nanorl.run.parts import Parts
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class RunState:
 
     @property
     def is_changed(self) -> bool:
-        """Whether this process goes on with other options than the one before."""
+        """Say whether this process goes on with other options than the one before."""
         events = self.history.chosen()
         return bool(events) and any(computes(name) for name in events[-1]["changes"])
 

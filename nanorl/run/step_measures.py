@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nanorl.roles.base import Roles
-from nanorl.roles.collector import CollectorRole
+from nanorl.distributed.roles.base import Roles
+from nanorl.distributed.roles.collector_role import CollectorRole
 
 
 class StepMeasures:

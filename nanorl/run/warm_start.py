@@ -13,7 +13,7 @@ that starts from random weights learns the manners of tool use quickly and copyi
 the question slowly, since few tokens of a trace show it. A drill is nothing else. Its tokens are
 uniform, not lists of numbers: text with a shape of its own offers shortcuts (which number is
 frequent, what follows a comma), and the model learns those instead.
-Left out: the steps themselves (warm_start_phase.py), what a trace is (tasks/teachers.py).
+Left out: the steps themselves (warm_start_phase.py), what a trace is (envs/tasks/teachers.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.envs.env_kind import Demonstrator, TaskSet, shown_action
+from nanorl.envs.tasks.tiny_model import CHAT_MARKERS
+from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
-from nanorl.run.agent_kit import AgentKit
-from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, Status, Task, derive_seed
 
 SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats

@@ -10,8 +10,8 @@ import asyncio
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer.cancellation import to_the_end
-from nanorl.report.observer import PhaseBegun
-from nanorl.roles.collector import CollectorRole
+from nanorl.distributed.roles.collector_role import CollectorRole
+from nanorl.observability.report.observer import PhaseBegun
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.state import RunState
 

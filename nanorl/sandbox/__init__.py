@@ -14,9 +14,9 @@ On the host, in reading order:
     outcome.py       decides how the program ended, from kernel facts
     bwrap.py         the walls: bubblewrap's arguments, and the worker's process
     launcher.py      the few lines between the host and bubblewrap
-    machine.py       finds bubblewrap, and explains a refusal
+    host_machine.py       finds bubblewrap, and explains a refusal
     interpreter.py   finds the Python that runs inside
-    memory.py        a memory cgroup for each worker, where one can be made
+    memory_limits.py        a memory cgroup for each worker, where one can be made
     seccomp.py       the system-call filter
     session.py       `Session`: a folder and an interpreter, kept for an episode
     lease.py         the workers of sessions

@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanorl.sandbox import memory, seccomp, usage
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import seccomp, usage
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.bwrap import unused_uid, wall_flags
-from nanorl.sandbox.machine import find_bwrap, is_readable, reachable
+from nanorl.sandbox.host_machine import find_bwrap, is_readable, reachable
 
 FOLDER = "/box"
 """The working folder inside."""
@@ -57,7 +58,7 @@ class AgentBox:
 
     @property
     def watch_bytes(self) -> int:
-        """What the guard has to watch, where the kernel does not."""
+        """The memory that the guard has to watch, in bytes; 0 where the kernel does."""
         return 0 if self._cgroup else self.memory_bytes
 
     @property
@@ -151,7 +152,7 @@ class AgentBox:
 
 
 def python_folders() -> list[Path]:
-    """Where this interpreter and its packages lie, without what comes with /usr."""
+    """The folders in which this interpreter and its packages lie, without what comes with /usr."""
     real = Path(sys.executable).resolve().parent.parent
     wanted = dict.fromkeys([Path(sys.prefix), Path(sys.base_prefix), real])
     folders = [one for one in wanted if not one.is_relative_to("/usr")]

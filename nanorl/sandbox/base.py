@@ -60,7 +60,7 @@ class ExecResult:
 
     @property
     def isolates(self) -> frozenset[str]:
-        """What stood between the program and this machine (`ISOLATED`)."""
+        """The walls that stood between the program and this machine (`ISOLATED`)."""
         return ISOLATED.get(self.backend, frozenset())
 
 

@@ -18,10 +18,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nanorl.sandbox import memory, protocol, seccomp
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
+from nanorl.sandbox.host_machine import reachable
 from nanorl.sandbox.interpreter import Interpreter
-from nanorl.sandbox.machine import reachable
 
 _MAIN = """import sys
 sys.path[0] = '/sbx'

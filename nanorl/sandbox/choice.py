@@ -32,7 +32,7 @@ class SandboxChoice:
 
 
 def choose_sandbox(spec: SandboxSpec, only_in_bwrap: Collection[str] = ()) -> SandboxChoice:
-    """What `auto` stands for on this machine, after a canary in bubblewrap.
+    """Choose what `auto` stands for on this machine, after a canary in bubblewrap.
 
     `only_in_bwrap` names what the programs ask for that WebAssembly lacks. SandboxUnavailable, with
     the reasons and the remedies of both, where neither will do.

@@ -110,7 +110,7 @@ class Confinement:
                 self._give_up.append((self._filtering(file.read()), "seccomp"))
 
     def _fresh_mounts(self) -> list[Step]:
-        """What every execution mounts for itself; the first of them is /tmp."""
+        """The steps that mount what every execution has for itself; the first mount is /tmp."""
         safe = _MS_NOSUID | _MS_NODEV
         return [
             (partial(_libc.unshare, _CLONE_NEWNS | _CLONE_NEWIPC), "unshare mounts and ipc"),
@@ -166,7 +166,7 @@ class Confinement:
         _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, self._folder_options())
 
     def make_read_only(self, path: str) -> None:
-        """Of a mounted folder; for every execution that starts from now on."""
+        """Make a mounted folder read-only for every execution that starts from now on."""
         flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
         _mount("", path, "", flags)
 
@@ -188,8 +188,8 @@ class Confinement:
         os.chdir(self.folder or "/tmp")
 
     def stand_apart(self) -> None:
-        """Of a process that judges what it starts, before `confine`: no other looks into it, and
-        what is orphaned below it becomes its child."""
+        """Protect a process that judges what it starts, before `confine`: no other looks into it,
+        and what is orphaned below it becomes its child."""
         check(prctl(_PR_SET_DUMPABLE, 0), "clear dumpable")
         check(prctl(_PR_SET_CHILD_SUBREAPER, 1), "become the parent of orphans")
 

@@ -65,7 +65,7 @@ class ProgramWorker(Protocol):
         ...
 
     def messages(self) -> str:
-        """What it said when it did not start."""
+        """The messages of a worker that did not start."""
         ...
 
     def close(self) -> None: ...
@@ -117,7 +117,7 @@ class Dispatcher:
         self._thread.start()
 
     def _prepare(self) -> None:
-        """What a kind of dispatcher needs besides, before the thread starts."""
+        """Make what a kind of dispatcher needs besides, before the thread starts."""
 
     def submit(self, execution: Execution) -> None:
         self._check_open()
@@ -169,7 +169,7 @@ class Dispatcher:
                 fail(execution, SandboxFailure("the sandbox pool was closed"))
 
     def _abandon(self) -> list[Execution]:
-        """What was still waiting when the pool closed."""
+        """Return the executions that were still waiting when the pool closed."""
         return list(self._queue)
 
     def _left_s(self) -> float:

@@ -26,7 +26,7 @@ def enter_pid_namespace(control: int) -> None:
 
 
 class HeldHooks:
-    """What modules register to be done after a fork, held back for the program.
+    """Holds back, for the program, what modules register to be done after a fork.
 
     `random` and `threading` repair in a forked child what the server, which has one thread and
     never draws a number, has not broken: half of what a fork costs. A program gets their hooks for

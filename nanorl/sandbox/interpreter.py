@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
-from nanorl.sandbox.machine import is_readable
+from nanorl.sandbox.host_machine import is_readable
 
 # Loads what a program could load, and says what that was. Modules made for CPython's own tests and
 # those that lack a library are of no use inside either.

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import canary, memory
+from nanorl.sandbox import canary
+from nanorl.sandbox import memory_limits as memory
 from nanorl.sandbox.base import (
     ISOLATED,
     Capabilities,
@@ -23,9 +24,9 @@ from nanorl.sandbox.base import (
 )
 from nanorl.sandbox.bwrap import BwrapWorker
 from nanorl.sandbox.dispatch import Dispatcher, Size
+from nanorl.sandbox.host_machine import explain, find_bwrap
 from nanorl.sandbox.interpreter import Interpreter, find_python
 from nanorl.sandbox.lease import SessionDispatcher
-from nanorl.sandbox.machine import explain, find_bwrap
 from nanorl.sandbox.protocol import TIER
 from nanorl.sandbox.request import program_execution
 
@@ -43,7 +44,7 @@ class OpenPool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What was found on this machine."""
+        """The capabilities that were found on this machine."""
         return Capabilities(
             tier=TIER,
             isolates=ISOLATED[TIER],

@@ -97,7 +97,7 @@ class Peer:
         self._turn = threading.RLock()
 
     def ask(self, verb: str, *rest: Any) -> list[Any]:
-        """What the other end replies."""
+        """Ask the other end, answer what it asks meanwhile, and return its reply."""
         with self._turn:
             self._send([verb, *rest])
             while (message := self._receive())[0] != "reply":

@@ -164,7 +164,7 @@ class Program(plain.Peer):
         return callback
 
     def _as_argument(self, value: Any) -> list[Any]:
-        """What is not plain in an argument, under the name that it came with."""
+        """Encode what is not plain in an argument, under the name that it came with."""
         if id(value) in self._callbacks:
             return ["callback", self._callbacks[id(value)]]
         if plain.is_builtin(value):

@@ -60,7 +60,7 @@ class Tests(plain.Peer):
         exit_now(1)
 
     def order(self, verb: str, *rest: Any) -> list[Any]:
-        """What came of an order; prints what the program printed."""
+        """Give an order and return what came of it; prints what the program printed."""
         return self._order(verb, rest)[0]
 
     def _order(self, verb: str, rest: Any) -> tuple[list[Any], list[Any]]:
@@ -95,7 +95,8 @@ class Tests(plain.Peer):
         self.order("set", number, name, plain.encode(value, self._argument))
 
     def call(self, number: int, name: str, args: Any, named: Any) -> Any:
-        """What a call returns."""
+        """Call what the program has under `number`, and return its value. Arguments that the call
+        has changed are changed here too."""
         is_class = _is_class(name)
         sent = [plain.encode(each, self._argument) for each in (list(args), named)]
         said, arguments = self._order("call", (number, *sent, is_class))
@@ -108,7 +109,7 @@ class Tests(plain.Peer):
         return self._value(said, f"{name}()", is_class)
 
     def special(self, name: str, held: Held, args: Any) -> Any:
-        """What an operator or a built-in function makes of an object."""
+        """Return what an operator or a built-in function makes of an object."""
         sent = plain.encode(list(args), self._argument)
         said = self.order("special", name, held.__number__, sent, name in _KEPT)
         return self._value(said, name, name in _KEPT)
@@ -161,7 +162,7 @@ class Tests(plain.Peer):
         return self._callbacks[rest[0]] if name == "callback" else self._objects[rest[0]]
 
     def _argument(self, value: Any) -> list[Any]:
-        """What the program is handed that is not plain."""
+        """Encode what the program is handed that is not plain; TypeError for what cannot be."""
         if isinstance(value, Held | Routine | Items):
             return ["object", value.__number__]
         if plain.is_builtin(value):
@@ -355,7 +356,8 @@ def _message(error: BaseException) -> str:
 
 
 def _renew(old: Any, new: Any) -> Any:
-    """What a call has changed in an argument, changed in the test's own object."""
+    """Change the test's own object as a call has changed the argument, and return it; `new` where
+    it cannot be changed in place."""
     if type(old) is not type(new):
         return new
     if isinstance(old, list):

@@ -55,7 +55,7 @@ def tree_bytes(pid: int) -> int:
 
 
 def _children(pid: str) -> list[str]:
-    """Of all threads of a process."""
+    """The process ids of the children of all threads of a process."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

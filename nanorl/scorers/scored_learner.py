@@ -20,11 +20,11 @@ from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
 from nanorl.algorithms.batch_scoring import Scoring, score_group
+from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.fields import Field
 from nanorl.learner import Groups, Learner, UpdatePlan
-from nanorl.observed import Scaffold
 from nanorl.options.run_config import RunConfig
 from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
@@ -108,7 +108,7 @@ class ScoredLearner(Learner):
 
     async def score(self, group: Sequence[Rollout]) -> GroupScores:
         """Ask the reference and the critic about a group before its batch is complete. The policy
-        itself is not asked: its device may be the rollouts' (roles/turns.py)."""
+        itself is not asked: its device may be the rollouts' (distributed/roles/device_turns.py)."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self.scored, group)
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from nanosched.errors import SchedulerError, TaskError, WorkerDied
 from nanosched.future import Future, futures_in
+from nanosched.local.actor_messages import Exiting, Failure, FutureSlot, Invoke, Result
 from nanosched.local.channel import Channel
-from nanosched.local.messages import Exiting, Failure, FutureSlot, Invoke, Result
 from nanosched.local.payload import Packer, Payload, unpack
 
 T_co = TypeVar("T_co", covariant=True)

@@ -17,9 +17,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from nanosched.local.messages import MESSAGES, Forget, Message, Release
+from nanosched.local.actor_messages import MESSAGES, Forget, Message, Release
 from nanosched.local.payload import Payload
-from nanosched.local.segments import Hold, Pool, SharedSegment
+from nanosched.local.shared_segments import Hold, Pool, SharedSegment
 
 FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames go into a file
 MAX_FILES = 64  # per message

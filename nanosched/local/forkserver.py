@@ -30,9 +30,9 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from nanosched.errors import SchedulerError
+from nanosched.local.actor_messages import Exited, Fork, Forked, Ready
 from nanosched.local.channel import Channel, Received, pair, readable
-from nanosched.local.messages import Exited, Fork, Forked, Ready
-from nanosched.local.segments import Pool
+from nanosched.local.shared_segments import Pool
 
 PR_SET_PDEATHSIG = 1
 TICK_S = 1.0
@@ -183,11 +183,11 @@ def main(fd: int, driver_pid: int, preload: Sequence[str]) -> None:
         except Exception:  # the boundary of the process: actors that need it will say so again
             print(f"nanosched: preloading {name} failed", file=sys.stderr)
             traceback.print_exc()
-    import nanosched.local.worker  # here and not above: the driver does not need it
+    import nanosched.local.actor_worker  # here and not above: the driver does not need it
 
     gc.collect()
     gc.freeze()  # or the first collection in each actor would copy every page
-    _Server(sock, driver, nanosched.local.worker.main).run()
+    _Server(sock, driver, nanosched.local.actor_worker.main).run()
 
 
 def _leave_it_to_the_driver(number: int, frame: object) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanosched.local.segments import Hold, Pool
+from nanosched.local.shared_segments import Hold, Pool
 
 if TYPE_CHECKING:
     import numpy

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanosched.errors import SchedulerError, WorkerDied
+from nanosched.local.actor_messages import Exiting, Failure, Link, Result, Unlink
 from nanosched.local.calls import (
     Connection,
     LocalFuture,
@@ -22,9 +23,8 @@ from nanosched.local.calls import (
     payloads_of,
 )
 from nanosched.local.channel import Channel, Received
-from nanosched.local.messages import Exiting, Failure, Link, Result, Unlink
 from nanosched.local.payload import Packer, Payload
-from nanosched.local.segments import Pool
+from nanosched.local.shared_segments import Pool
 
 Serve = Callable[[Channel, Received | None], None]
 

@@ -1,7 +1,7 @@
 """The figures of a comparison: what each run came to, and of each variant the means over its seeds.
 
 Intervals of a mean over seeds are Student's. With a single seed they are paired over the held-out
-tasks that both evaluations played (nanorl/report/comparison.py), which says nothing about seeds.
+tasks that both evaluations played (report/comparison.py), which says nothing about seeds.
 Every difference is paired: a run's scores before and after, and two runs of one seed, which began
 with equal weights and play the same tasks.
 Left out: correction for many comparisons.
@@ -20,11 +20,11 @@ from typing import Any
 from comparison.matrix import RunJob
 from comparison.variants import BASE, Variant, VariantSet
 
-from nanorl.report.comparison import PairedComparison
-from nanorl.report.evaluation import Evaluation
-from nanorl.report.metrics import read_metrics
-from nanorl.report.statistics import Measured, mean_of_runs
-from nanorl.report.summary import read_summary
+from nanorl.observability.report.comparison import PairedComparison
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.report.statistics import Measured, mean_of_runs
+from nanorl.observability.report.summary import read_summary
 
 LITTLE = 0.5
 """A variant that gains less than this share of the baseline's gain is to be explained."""

@@ -29,8 +29,8 @@ from typing import Any
 
 from comparison.variants import BASE, Variant, VariantSet
 
+from nanorl.observability.report.summary import write_atomically
 from nanorl.options.parse import parse_arguments
-from nanorl.report.summary import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train_agent.py"

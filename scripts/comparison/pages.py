@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanorl.report.charts import number, text
-from nanorl.report.html import page
+from nanorl.observability.report.charts import number, text
+from nanorl.observability.report.html import page
 
 Row = Mapping[str, Any]
 About = Mapping[str, Any]

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import sys, torch
-from kernels.host_memory import release_free_memory, reuse_large_buffers
+from kernels.memory import release_free_memory, reuse_large_buffers
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 if sys.argv[1] == "keep":

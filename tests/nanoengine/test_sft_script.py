@@ -33,7 +33,7 @@ CHATS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a tokenizer and a chat template."""
-    from nanorl.tasks.tiny_model import build_tiny_model
+    from nanorl.envs.tasks.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("tiny"), seed=0)
 

@@ -12,8 +12,8 @@ from nanorl.envs.actions import MARKDOWN, ActionFormat
 from nanorl.envs.base import Services
 from nanorl.envs.code import CodeEnv
 from nanorl.envs.env_episode import EnvEpisode
+from nanorl.envs.tools.python import python
 from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox
-from nanorl.tools.python import python
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

@@ -17,11 +17,11 @@ from nanorl.agents.command import Command
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop
-from nanorl.endpoint.report import ReportRules
-from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
-from nanorl.http_record.access import HttpAccess
+from nanorl.envs.http_record.record_access import HttpAccess
+from nanorl.serving.endpoint.endpoint_server import RecordingServer
+from nanorl.serving.endpoint.report import ReportRules
 from nanorl.types import Rollout, Task
 
 TINY = tiny_tokenizer()

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from nanorl.agents.program import ProgramResult, ProgramStart, run_program
+from nanorl.agents.agent_program import ProgramResult, ProgramStart, run_program
 from nanorl.sandbox.agent_box import AgentBox
 
 MEMORY_BYTES = 256 << 20

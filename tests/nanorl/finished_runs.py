@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.observability.report.evaluation import Evaluation, TaskScore
+from nanorl.observability.report.summary import build_summary, write_summary
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
-from nanorl.report.evaluation import Evaluation, TaskScore
-from nanorl.report.summary import build_summary, write_summary
-from nanorl.tasks.tiny_model import build_tiny_model
 
 NUM_TASKS = 40
 RIGHT = {"before": 10, "after": 30}

@@ -36,7 +36,13 @@ SMALL = (
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["nanorl.run.run", "nanorl.roles.cluster", "tyro", "torch.utils.tensorboard", "forked_runs"]
+    [
+        "nanorl.run.run",
+        "nanorl.distributed.roles.cluster",
+        "tyro",
+        "torch.utils.tensorboard",
+        "forked_runs",
+    ]
 )
 
 
@@ -157,7 +163,7 @@ def _slow_down(slow: Slow) -> None:
 
 
 def _slow_down_request(slow: Slow) -> None:
-    from nanorl.roles.replica import Replica
+    from nanorl.distributed.roles.replica_role import Replica
 
     generate, num_requests = Replica.generate, 0
 

@@ -2,7 +2,7 @@
 
 What a template does to a conversation is the published one's; its words are ours, and so is the
 tokenizer: a token a byte, and the control tokens of the model with their flags. `EXPECTED` has for
-each what a proof of it finds (nanorl/doctor/template_proof.py), but for what is exact; after a
+each what a proof of it finds (doctor/template_proof.py), but for what is exact; after a
 change, `python tests/nanorl/gallery.py` writes it anew, to be read before it is committed.
 """
 
@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from nanoengine.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from nanorl.doctor.template_proof import Proof
+    from nanorl.inspection.doctor.template_proof import Proof
 
 FOLDER = Path(__file__).parent / "template_gallery"
 TABLE = FOLDER / "expected.json"
@@ -259,7 +259,7 @@ def outcomes(proofs: Sequence[Proof]) -> dict[str, str]:
 
 def write_table() -> None:
     """Write what the proofs find."""
-    from nanorl.doctor.template_proof import prove
+    from nanorl.inspection.doctor.template_proof import prove
 
     found = {name: outcomes(prove(tokenizer_of(name))) for name in FAMILIES}
     TABLE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from nanorl.envs.base import Opening, TimeStep
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task
 
 FAULTS = ("hang", "hang in C", "kill", "exit", "flood", "garbage", "raise", "none")

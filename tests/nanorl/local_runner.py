@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanoinfer.chat.base import ToolCall
 from nanorl.envs.actions import ActionFormat
-from nanorl.tasks.teachers import SloppyTeacher
+from nanorl.envs.tasks.teachers import SloppyTeacher
 from nanorl.types import Task
 
 

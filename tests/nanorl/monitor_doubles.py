@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from nanorl.monitor.config import MonitorConfig
-from nanorl.monitor.control import RoleStatus
-from nanorl.monitor.monitor import RunMonitor
-from nanorl.report.live import LiveView
+from nanorl.observability.monitor.monitor import RunMonitor
+from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.observability.monitor.monitor_control import RoleStatus
+from nanorl.observability.report.live import LiveView
 
 
 def role(name: str, kind: Any = "replica", **changes: Any) -> RoleStatus:

@@ -17,8 +17,8 @@ from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from nanorl.roles import policy
-from nanorl.roles.policy import PolicyRank
+from nanorl.distributed.roles import policy_role as policy
+from nanorl.distributed.roles.policy_role import PolicyRank
 from nanosched import WorkerGroup
 
 ROOT = Path(__file__).resolve().parents[2]

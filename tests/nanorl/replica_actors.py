@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.clients import ActorClient
-from nanorl.roles.replica import Replica
-from nanorl.roles.router import Router
+from nanorl.distributed.roles.replica_clients import ActorClient
+from nanorl.distributed.roles.replica_role import Replica
+from nanorl.distributed.roles.router import Router
 from nanosched import ActorHandle
 
 

@@ -9,7 +9,7 @@ import torch
 from forked_runs import rows
 from safetensors.torch import load_file
 
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 ROLLOUT = (
     *("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "content_hash"),

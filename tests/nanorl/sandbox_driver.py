@@ -27,7 +27,7 @@ from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox import ExecResult, SandboxSpec
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
-from nanorl.sandbox.backends.pool import BoxPool
+from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.base import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"

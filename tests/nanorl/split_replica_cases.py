@@ -16,8 +16,8 @@ from nanoengine.formats.hf import export_state
 from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.weights.offer import Offer
+from nanorl.distributed.roles.replica_role import Replica, ReplicaRecipe, Seat
+from nanorl.distributed.weights.offer import Offer
 
 PARAMS = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import box_attacks
 import pytest
 
-from nanorl.agents import program
+from nanorl.agents import agent_program as program
 from nanorl.sandbox import seccomp
 from nanorl.types import InfrastructureError
 

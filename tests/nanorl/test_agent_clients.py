@@ -19,8 +19,8 @@ import nanorl
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.command import QUIET
-from nanorl.store import RolloutStore
-from nanorl.tasks.tiny_model import ACTION_MARKERS, CHAT_MARKERS, VOCAB_SIZE, build_tiny_model
+from nanorl.envs.tasks.tiny_model import ACTION_MARKERS, CHAT_MARKERS, VOCAB_SIZE, build_tiny_model
+from nanorl.observability.store import RolloutStore
 from nanorl.types import Rollout
 
 AGENTS = Path(__file__).parents[2] / "examples" / "agents"

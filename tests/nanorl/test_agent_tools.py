@@ -9,10 +9,10 @@ from agent_doubles import CodeEpisode, FakeSandbox, exec_result
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, program
 from nanorl.envs.base import TimeStep
-from nanorl.rewards.rule import RuleReward, parse_number
+from nanorl.envs.rewards.rule import RuleReward, parse_number
+from nanorl.envs.tasks.teachers import NOTICES, is_failure
+from nanorl.envs.tools.result_text import describe, last_error_line
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
-from nanorl.tasks.teachers import NOTICES, is_failure
-from nanorl.tools.result_text import describe, last_error_line
 from nanorl.types import InfrastructureError, Task
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="SECRET", files={"data.txt": "1 2"})

@@ -12,8 +12,8 @@ from forked_runs import ROOT
 from test_faults import CLUSTER, LIMIT_S, await_true, strike
 
 from nanorl.flow.journal import Journal
-from nanorl.report.metrics import read_metrics
-from nanorl.store import RolloutStore
+from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.store import RolloutStore
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:

@@ -22,18 +22,18 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
+from nanorl.agents.collector import RolloutCollector
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.collector import RolloutCollector
+from nanorl.distributed.weights.in_process import make_publisher
+from nanorl.flow.batch_policy import BatchPolicy
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.flow.journal import Journal
-from nanorl.flow.policy import BatchPolicy
 from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
+from nanorl.run.trainer import StepResult, Trainer
 from nanorl.scorers.scored_learner import choose_learner
-from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Status, Task
-from nanorl.weights.in_process import make_publisher
 from nanosched import Scheduler
 
 PROMPT = [1, 2, 3]

@@ -9,7 +9,7 @@ from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording, Sampled
+from nanorl.serving.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=9, max_turn_tokens=40, max_context_tokens=4000)
 # Qwen3's way: where thinking is off, an empty thought opens every answer.

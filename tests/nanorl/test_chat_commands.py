@@ -21,11 +21,11 @@ from nanoengine.state.slices import make_piece
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl import cli
 from nanorl.commands.terminal import printable
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny
 from nanorl.run.saved_models import find_models
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.store import RolloutStore
-from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, TurnSpan
 
 TOKENS = "model.safetensors"
@@ -113,7 +113,7 @@ def test_a_machine_that_cannot_isolate_is_said_to_be_one(
     def refuse(*_: object, **__: object) -> None:
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.options.agent_kit.run_sandbox", refuse)
     assert cli.main(["chat", str(run), "--say", "x"]) == 2
     assert "no namespaces\nhelp: allow them" in capsys.readouterr().err
 

@@ -7,9 +7,9 @@ from agent_doubles import tiny_tokenizer
 
 from nanoengine.text.chat_template import Message
 from nanorl.commands.view import readable
-from nanorl.report.chat_decode import ChatDecode
-from nanorl.report.transcript import transcript
-from nanorl.store import Entry
+from nanorl.observability.report.chat_decode import ChatDecode
+from nanorl.observability.report.transcript import transcript
+from nanorl.observability.store import Entry
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 ENTRY = Entry(

@@ -33,9 +33,9 @@ from nanorl.agents.tokens import TurnBuilder
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
 from nanorl.envs.kind import ShortKind
-from nanorl.rewards.base import Score
-from nanorl.tools.function import function_tool
-from nanorl.tools.python import python
+from nanorl.envs.rewards.base import Score
+from nanorl.envs.tools.function import function_tool
+from nanorl.envs.tools.python import python
 from nanorl.types import Branch, Rollout, Status, Task
 
 pytestmark = pytest.mark.xdist_group("tokenizers")  # each takes seconds to load

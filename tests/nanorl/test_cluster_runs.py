@@ -26,10 +26,10 @@ from serving import KEY, serve
 
 from nanoengine.optim import DTYPES
 from nanorl import cli
+from nanorl.distributed.roles.replica_role import ReplicaRecipe
+from nanorl.observability.store import RolloutStore
+from nanorl.options.parts import Parts
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.replica import ReplicaRecipe
-from nanorl.run.parts import Parts
-from nanorl.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
 # A penalty for length gives rollouts that solve nothing advantages that differ.

@@ -10,7 +10,7 @@ from typing import Any
 from test_batching import rollout
 
 from nanoinfer.params import SamplingParams
-from nanorl.collector import RolloutCollector
+from nanorl.agents.collector import RolloutCollector
 from nanorl.types import Rollout, Status, Task
 
 TASK = Task(task_id="t", kind="sum", prompt="1 + 1?", answer="2")

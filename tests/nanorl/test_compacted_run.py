@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from forked_runs import RunProcess
 
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 from nanorl.types import Rollout
 
 ENV = """

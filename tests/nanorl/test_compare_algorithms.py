@@ -22,11 +22,11 @@ from nanoengine.state.run_folder import LOCK, take_lock
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
+from nanorl.observability.report.evaluation import Evaluation, TaskScore
+from nanorl.observability.report.statistics import mean_of_runs, paired_difference
+from nanorl.observability.report.summary import FIELDS, NULLABLE
+from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny_environment
-from nanorl.report.evaluation import Evaluation, TaskScore
-from nanorl.report.statistics import mean_of_runs, paired_difference
-from nanorl.report.summary import FIELDS, NULLABLE
-from nanorl.store import RolloutStore
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import compare_algorithms  # noqa: E402

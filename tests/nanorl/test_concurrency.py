@@ -12,7 +12,7 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl.flow.concurrency import ConcurrencyLimit
+from nanorl.agents.concurrency import ConcurrencyLimit
 
 
 def test_rollouts_beyond_the_limit_wait_in_their_order() -> None:

@@ -13,11 +13,10 @@ import pytest
 from agent_doubles import EOS, OTHER_EOS, START, TEMPLATE, tiny_tokenizer
 
 from nanorl.cli import main
-from nanorl.doctor.alarms import Evidence, RunAlarms, rollout_findings
-from nanorl.doctor.finding import Finding, Severity, findings_text, in_order, verdict
-from nanorl.doctor.limits import free_memory_bytes
-from nanorl.doctor.minutes import Speed, expected_minutes, minutes_finding
-from nanorl.doctor.preconditions import (
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.inspection.doctor.machine_limits import free_memory_bytes
+from nanorl.inspection.doctor.minutes import Speed, expected_minutes, minutes_finding
+from nanorl.inspection.doctor.preconditions import (
     disk_finding,
     heldout_findings,
     memory_finding,
@@ -27,12 +26,13 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
-from nanorl.doctor.silence import silence_pays
+from nanorl.observability.alarms.alarms import Evidence, RunAlarms, rollout_findings
+from nanorl.observability.alarms.finding import Finding, Severity, findings_text, in_order, verdict
+from nanorl.observability.alarms.silence import silence_pays
 from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig, WarmStartConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 CONFIG = RunConfig(
@@ -433,7 +433,7 @@ def test_check_says_why_there_is_no_sandbox_and_what_to_do(
     def refuse(*_: object, **__: object) -> None:
         raise SandboxUnavailable("bubblewrap is not installed", "install it")
 
-    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.options.agent_kit.run_sandbox", refuse)
     monkeypatch.chdir(tmp_path)
     status, report = report_of(["--preset", "tiny"], capsys)
     (only,) = report["findings"]

@@ -18,10 +18,10 @@ from agent_doubles import EOS, output_of, tiny_tokenizer
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.agent_program import MAX_CONNECTIONS, Relay
 from nanorl.agents.limits import Limits
-from nanorl.agents.program import MAX_CONNECTIONS, Relay
-from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import ApiSession, RecordingServer
+from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.serving.endpoint.recording import Recording
 
 SOON_S = 30.0  # far more than anything here takes
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -31,8 +31,8 @@ from nanoinfer.dialects.messages import MessagesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import ApiSession
+from nanorl.serving.endpoint.endpoint_server import ApiSession
+from nanorl.serving.endpoint.recording import Recording
 
 BASE: dict[str, Any] = {"model": "any", "max_tokens": 16}
 USER = [{"role": "user", "content": "2+2?"}]

@@ -30,8 +30,8 @@ from nanoinfer.dialects.responses import ResponsesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import ApiSession
+from nanorl.serving.endpoint.endpoint_server import ApiSession
+from nanorl.serving.endpoint.recording import Recording
 
 USER = {"role": "user", "content": "2+2?"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

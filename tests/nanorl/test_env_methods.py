@@ -19,8 +19,8 @@ from nanorl.cli import main
 from nanorl.envs.base import Services, TeacherError
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env_kind import shown_action
-from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
-from nanorl.hosting.pool import WorkerPool
+from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
+from nanorl.envs.hosting.host_pool import WorkerPool
 from nanorl.options.phase_config import WarmStartConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.run.warm_start import WarmStart

@@ -15,11 +15,11 @@ import pytest
 
 import nanorl
 from nanorl.cli import main
+from nanorl.commands.rehearsal import rehearse
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import run_kind
 from nanorl.options.parse import parse_arguments
-from nanorl.rehearsal import rehearse
-from nanorl.run.parts import load_tasks
+from nanorl.options.parts import load_tasks
 
 pytestmark = pytest.mark.xdist_group("heavy")
 ROOT = Path(__file__).resolve().parents[2]

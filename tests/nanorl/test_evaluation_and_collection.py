@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from nanoinfer.params import SamplingParams
-from nanorl.collector import RolloutCollector
-from nanorl.run.evaluation import evaluate
+from nanorl.agents.collector import RolloutCollector
+from nanorl.run.heldout_success import evaluate
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 TASKS = [

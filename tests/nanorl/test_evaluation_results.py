@@ -9,8 +9,8 @@ import pytest
 
 from nanorl.cli import main
 from nanorl.commands.evaluate import EvalOptions
-from nanorl.report.comparison import PairedComparison, comparison_text
-from nanorl.report.evaluation import Evaluation, TaskScore, evaluation_text
+from nanorl.observability.report.comparison import PairedComparison, comparison_text
+from nanorl.observability.report.evaluation import Evaluation, TaskScore, evaluation_text
 from nanorl.types import Rollout, Task, TurnSpan
 
 

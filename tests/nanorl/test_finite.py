@@ -30,9 +30,9 @@ from nanorl.batching import build_batch
 from nanorl.envs.base import Services, TimeStep
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tools.base import Done
 from nanorl.finite import unusable
-from nanorl.rewards.base import Score, Transcript
-from nanorl.tools.base import Done
 from nanorl.types import Branch, Rollout, Status, Task
 
 NO_NUMBERS = [math.nan, math.inf, -math.inf]

@@ -18,7 +18,7 @@ import nanoengine
 import nanoinfer
 import nanorl
 import nanosched
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 PACKAGES = (nanosched, nanoengine, nanoinfer, nanorl)
 RECORDS = ("Config", "Options", "Limits", "Spec", "Policy", "Params", "Resources")

@@ -12,9 +12,9 @@ import pytest
 from viewer_runs import small_run
 
 from nanorl import cli
+from nanorl.inspection.viewer.runs import find_runs
 from nanorl.options.presets import tiny
 from nanorl.trust import remember, unknown
-from nanorl.viewer.runs import find_runs
 
 EVIL = """
 from pathlib import Path

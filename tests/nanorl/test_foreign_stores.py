@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from nanorl.store import RolloutStore, StoreError
-from nanorl.store.blobs import BlobFolder
-from nanorl.store.rows import NUM_LENGTH_BYTES
-from nanorl.store.unpacking import MOST_BYTES, unzlib, unzstd
+from nanorl.inspection.viewer.stored import open_for_reading
+from nanorl.observability.store import RolloutStore, StoreError
+from nanorl.observability.store.blobs import BlobFolder
+from nanorl.observability.store.rows import NUM_LENGTH_BYTES
+from nanorl.observability.store.unpacking import MOST_BYTES, unzlib, unzstd
 from nanorl.types import Rollout, TokenStats
-from nanorl.viewer.stored import open_for_reading
 
 
 def make_store(path: Path) -> Path:

@@ -17,13 +17,13 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.distributed.weights.in_process import make_publisher
 from nanorl.options.agent_config import AgentConfig
 from nanorl.options.engine_config import EngineLimits
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.scorers.scored_learner import make_learner
 from nanorl.types import Rollout
-from nanorl.weights.in_process import make_publisher
 
 SHAPE = ModelConfig(
     vocab_size=61,

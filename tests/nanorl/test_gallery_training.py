@@ -17,7 +17,7 @@ from nanoengine.formats.hf import save_model
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 NO_TOOLS = {"gemma2"}
 """Their templates have no place for a word about tools: a run with tools is refused."""

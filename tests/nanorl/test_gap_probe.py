@@ -19,10 +19,10 @@ from nanorl.batching import TrainBatch, build_batch
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.transfer_queue import GROUP, TransferQueue
 from nanorl.learner import Learner
+from nanorl.observability.report.summary import gap_text
 from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.report.summary import gap_text
 from nanorl.scorers.gap_probe import NUM_ROLLOUTS, WAIT_SHARE, GapProbe, gap_on
 from nanorl.scorers.scored_learner import ScoredLearner, make_learner
 from nanorl.types import Rollout

@@ -17,8 +17,8 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import ApiSession, RecordingServer
+from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.serving.endpoint.recording import Recording
 from nanorl.types import InfrastructureError, Rollout
 
 TOKENIZER = tiny_tokenizer()

@@ -30,19 +30,19 @@ from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants import full_runner, parts
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
+from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.distributed.weights.in_process import make_publisher
 from nanorl.learner import Learner
+from nanorl.options import agent_kit as kit
+from nanorl.options import run_sizes as sizes
 from nanorl.options.agent_config import AgentConfig
+from nanorl.options.parts import Parts
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.inline import InlineRoles
-from nanorl.run import agent_kit as kit
-from nanorl.run import sizes
-from nanorl.run.parts import Parts
 from nanorl.scorers.scored_learner import make_learner, update_plan
 from nanorl.scorers.value_critic import Critic
 from nanorl.types import Rollout
-from nanorl.weights.in_process import make_publisher
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 

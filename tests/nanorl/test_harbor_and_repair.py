@@ -23,9 +23,9 @@ from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.harbor import Harbor
 from nanorl.envs.hooks import tools_of
 from nanorl.envs.repair import Repair, draw_repair
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tasks.harbor_tasks import read_harbor_tasks, read_workplace
 from nanorl.sandbox import SandboxPool, SandboxSpec
-from nanorl.tasks.harbor import read_harbor_tasks, read_workplace
 from nanorl.types import InfrastructureError, Task
 
 PARSER = HermesParser()

@@ -15,10 +15,10 @@ from typing import Any
 import hosted_faults
 import pytest
 
-from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
-from nanorl.hosting.pool import MAX_STARTS, HostingLimits, WorkerPool
-from nanorl.hosting.reward import HostedReward
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
+from nanorl.envs.hosting.host_pool import MAX_STARTS, HostingLimits, WorkerPool
+from nanorl.envs.hosting.reward import HostedReward
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Task
 
 pytestmark = [

@@ -29,14 +29,14 @@ from forked_runs import SMALL, RunProcess, rows
 from web_servers import BINARY, EVENTS, SECRETS, CountingServer, web_server
 
 from nanorl.agents.command import Command
-from nanorl.http_record.allow import AllowList
-from nanorl.http_record.config import HttpConfig
-from nanorl.http_record.exchange import WebRequest
-from nanorl.http_record.record import DamagedRecordError, HttpRecord
-from nanorl.http_record.refusal import NoAnswerError
-from nanorl.http_record.service import RecordingProxy
-from nanorl.http_record.upstream import Upstream
-from nanorl.store import RolloutStore
+from nanorl.envs.http_record.allow import AllowList
+from nanorl.envs.http_record.http_exchange import WebRequest
+from nanorl.envs.http_record.record import DamagedRecordError, HttpRecord
+from nanorl.envs.http_record.record_config import HttpConfig
+from nanorl.envs.http_record.recorder import RecordingProxy
+from nanorl.envs.http_record.refusal import NoAnswerError
+from nanorl.envs.http_record.upstream import Upstream
+from nanorl.observability.store import RolloutStore
 
 Reply = tuple[int, bytes]
 Get = Callable[[str], Reply]
@@ -380,7 +380,7 @@ def test_code_that_goes_past_the_proxy_is_told_so(server: CountingServer, store:
     code = """
 import os, socket, sys, urllib.request
 from pathlib import Path
-from nanorl.http_record.access import HttpAccess
+from nanorl.envs.http_record.record_access import HttpAccess
 port, token, ca_file, page = sys.argv[1:]
 HttpAccess(port=int(port), token=token, ca_file=Path(ca_file)).enter()
 print(urllib.request.urlopen(f"http://{page}/entered").read().decode())

@@ -15,11 +15,11 @@ from tiny_text import make_model, make_text_engine
 from kernels.transport.checksum import checksum
 from nanoengine.formats.hf import export_state, save_model
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.clients import ReplicaLost
-from nanorl.roles.http_replica import HttpReplica
-from nanorl.roles.router import Router
-from nanorl.weights.disk import DiskOffer, DiskReceiver
-from nanorl.weights.offer import BaseVersionMissing, Offer, WeightEntry, WeightsRefused
+from nanorl.distributed.roles.http_replica import HttpReplica
+from nanorl.distributed.roles.replica_clients import ReplicaLost
+from nanorl.distributed.roles.router import Router
+from nanorl.distributed.weights.disk import DiskOffer, DiskReceiver
+from nanorl.distributed.weights.offer import BaseVersionMissing, Offer, WeightEntry, WeightsRefused
 
 PARAMS = SamplingParams(
     max_tokens=100,

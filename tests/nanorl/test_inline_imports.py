@@ -10,10 +10,10 @@ PROGRAM = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from nanorl.run.parts import Parts
+from nanorl.options.parts import Parts
 from nanorl.options.presets import get_preset
-from nanorl.report.live import LiveView
-from nanorl.roles.launch import make_roles
+from nanorl.observability.report.live import LiveView
+from nanorl.distributed.roles.choose_roles import make_roles
 from nanorl.run.run import Run
 
 config = replace(get_preset("tiny").config(), out=Path(sys.argv[1]), threads=1)
@@ -26,7 +26,7 @@ finally:
 print(*sorted(sys.modules))
 """
 OF_SEVERAL = {
-    *("ray", "nanosched.local", "nanosched.ray_backend", "nanorl.roles.cluster"),
+    *("ray", "nanosched.local", "nanosched.ray_backend", "nanorl.distributed.roles.cluster"),
     *("uvicorn", "prometheus_client", "apprise"),
 }
 
@@ -37,5 +37,5 @@ def test_an_inline_run_loads_no_ray_and_no_other_back_end(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert "nanorl.roles.inline" in loaded
+    assert "nanorl.distributed.roles.inline_roles" in loaded
     assert not loaded & OF_SEVERAL

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from nanorl.rewards import judge_models
-from nanorl.rewards.base import Transcript
-from nanorl.rewards.function_reward import score_rollout
-from nanorl.rewards.judge import JudgeReward, read_verdict
-from nanorl.rewards.judge_models import FolderJudge, JudgeFailed, JudgeLimits
+from nanorl.envs.rewards import judge_models
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.rewards.function_reward import score_rollout
+from nanorl.envs.rewards.judge import JudgeReward, read_verdict
+from nanorl.envs.rewards.judge_models import FolderJudge, JudgeFailed, JudgeLimits
 from nanorl.types import InfrastructureError, Rollout, Task
 
 ROLLOUT = Rollout(

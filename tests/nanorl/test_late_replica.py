@@ -10,10 +10,10 @@ import pytest
 
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanorl.distributed.roles.cluster import Cluster
 from nanorl.options.cluster_config import ClusterConfig
+from nanorl.options.parts import Parts
 from nanorl.options.presets import get_preset
-from nanorl.roles.cluster import Cluster
-from nanorl.run.parts import Parts
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.xdist_group("sandbox")]
 LIMIT_S = 100.0

@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from nanorl.monitor.control import RoleStatus
-from nanorl.report.live import LiveView, sparkline
+from nanorl.observability.monitor.monitor_control import RoleStatus
+from nanorl.observability.report.live import LiveView, sparkline
 
 
 class Clock:

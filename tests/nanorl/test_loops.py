@@ -25,7 +25,7 @@ from nanorl.agents.loops import load_loop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
 from nanorl.envs.kind import ShortKind
-from nanorl.report.transcript import transcript
+from nanorl.observability.report.transcript import transcript
 from nanorl.types import Rollout, Status, Task
 
 TINY = tiny_tokenizer()

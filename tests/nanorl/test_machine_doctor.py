@@ -12,21 +12,31 @@ from pathlib import Path
 import pytest
 
 from nanorl.cli import main
-from nanorl.doctor import examination
-from nanorl.doctor.engines import product_path
-from nanorl.doctor.examination import (
+from nanorl.inspection.doctor import examination
+from nanorl.inspection.doctor.engines import product_path
+from nanorl.inspection.doctor.examination import (
     Examination,
     ask_child,
     engines_section,
     examine_machine,
     sandbox_section,
 )
-from nanorl.doctor.finding import Severity
-from nanorl.doctor.limits import cpu_limit, memory_limit_bytes
-from nanorl.doctor.machine import core_finding, disk_section, memory_section, processor_section
-from nanorl.doctor.packages import missing_of_extras, packages_section, path_finding, python_finding
-from nanorl.doctor.section import Section
-from nanorl.doctor.walls import try_sandbox
+from nanorl.inspection.doctor.machine_limits import cpu_limit, memory_limit_bytes
+from nanorl.inspection.doctor.packages import (
+    missing_of_extras,
+    packages_section,
+    path_finding,
+    python_finding,
+)
+from nanorl.inspection.doctor.section import Section
+from nanorl.inspection.doctor.this_machine import (
+    core_finding,
+    disk_section,
+    memory_section,
+    processor_section,
+)
+from nanorl.inspection.doctor.walls import try_sandbox
+from nanorl.observability.alarms.finding import Severity
 from nanorl.sandbox.base import SandboxUnavailable
 
 HOLDS = {"holds": True, "reason": "", "remedy": ""}
@@ -87,7 +97,7 @@ def test_a_machine_on_which_nothing_can_run_is_told_so_and_how_to_mend_it(
 
 
 def test_the_engines_are_looked_at_in_a_child() -> None:
-    facts, problem = ask_child("nanorl.doctor.engines", limit_s=280)
+    facts, problem = ask_child("nanorl.inspection.doctor.engines", limit_s=280)
     import torch
 
     assert not problem
@@ -125,7 +135,7 @@ def test_a_refused_sandbox_tells_reason_and_remedy(monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.doctor.walls.open_sandbox", refuse)
+    monkeypatch.setattr("nanorl.inspection.doctor.walls.open_sandbox", refuse)
     assert try_sandbox("bwrap") == {
         "holds": False, "reason": "no namespaces", "remedy": "allow them",
     }  # fmt: skip
@@ -222,7 +232,7 @@ def test_the_instruction_sets_and_the_memory_of_a_machine_are_read(tmp_path: Pat
 def test_a_disk_that_is_full_or_not_ours_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanorl.doctor import machine
+    from nanorl.inspection.doctor import this_machine as machine
 
     section = disk_section([("cache", tmp_path / "not" / "made" / "yet")])
     assert section.facts["free_in_cache_bytes"] > 0

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nanorl.rewards.base import Transcript
-from nanorl.rewards.function_reward import score_rollout
-from nanorl.rewards.math import MathReward, formula_in
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.rewards.function_reward import score_rollout
+from nanorl.envs.rewards.math_reward import MathReward, formula_in
 from nanorl.types import InfrastructureError, Rollout, Task
 
 pytest.importorskip("math_verify")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import nanorl
-from nanorl.tools.base import ToolContext
-from nanorl.tools.mcp import McpTool, mcp_tools
+from nanorl.envs.tools.base import ToolContext
+from nanorl.envs.tools.mcp import McpTool, mcp_tools
 from nanorl.types import InfrastructureError, Task
 
 pytest.importorskip("mcp")
@@ -253,8 +253,8 @@ def test_no_server_outlives_the_process_whose_episode_never_ended(tmp_path: Path
     deaf = Servers(tmp_path, "deaf")
     program = f"""
 import asyncio
-from nanorl.tools.base import ToolContext
-from nanorl.tools.mcp import mcp_tools
+from nanorl.envs.tools.base import ToolContext
+from nanorl.envs.tools.mcp import mcp_tools
 from nanorl.types import Task
 tools = {{tool.name: tool for tool in mcp_tools({deaf.command!r})}}
 print(asyncio.run(tools["pid"].run(ToolContext(task=Task("p", answer="a")), {{}})))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.tools.base import ToolContext, ToolError
-from nanorl.tools.mcp import McpServer, McpTool, mcp_tools
+from nanorl.envs.tools.base import ToolContext, ToolError
+from nanorl.envs.tools.mcp import McpServer, McpTool, mcp_tools
 from nanorl.types import InfrastructureError, Task
 
 pytest.importorskip("mcp")

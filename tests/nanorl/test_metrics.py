@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanorl.report.metrics import MetricsWriter, read_metrics
+from nanorl.observability.report.metrics import MetricsWriter, read_metrics
 
 
 def test_one_line_a_step_in_strict_json(tmp_path):
@@ -79,7 +79,7 @@ def test_values_that_json_cannot_hold_are_refused(tmp_path):
 WRITER = """
 import sys
 sys.path.insert(0, {root!r})
-from nanorl.report.metrics import MetricsWriter
+from nanorl.observability.report.metrics import MetricsWriter
 writer = MetricsWriter({path!r})
 print("ready", flush=True)
 for step in range((writer.last_step or -1) + 1 if writer.last_step is not None else 0, 10**6):

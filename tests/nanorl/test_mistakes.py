@@ -21,9 +21,9 @@ from typing import NamedTuple
 import pytest
 
 from nanorl import cli
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny
-from nanorl.store import RolloutStore
-from nanorl.tasks.tiny_model import build_tiny_model
 
 GUESS = """
 import nanorl
@@ -298,13 +298,17 @@ def said(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
 
 OF_EXTRAS = {
     "serve": (("serve", "runs/tiny"), "nanoinfer.server.running", "uvicorn"),
-    "serve-env": (("serve-env", "guess.py"), "nanorl.envs.remote.server", "uvicorn"),
+    "serve-env": (("serve-env", "guess.py"), "nanorl.envs.remote.env_server", "uvicorn"),
     "serve-training": (
         ("serve-training", "--model", "runs/tiny/model"),
-        "nanorl.training_service.running",
+        "nanorl.serving.training_service.service_running",
         "uvicorn",
     ),
-    "two runs to view": (("view", "runs/tiny", "runs/tiny"), "nanorl.viewer.server", "uvicorn"),
+    "two runs to view": (
+        ("view", "runs/tiny", "runs/tiny"),
+        "nanorl.inspection.viewer.viewer_server",
+        "uvicorn",
+    ),
     "spans": ((*NEW, "--log", "otel"), "", "opentelemetry"),
     "tables": (("export", "runs/tiny", "--to", "parquet"), "", "pyarrow"),
     "searching": ((*ENV, "search"), "", "bm25s"),

@@ -12,13 +12,13 @@ import pytest
 from finished_runs import NUM_TASKS, RIGHT, finished_run, summary_of
 from hub_double import hub
 
-from nanorl.cards.model_card import _portable, write_cards
-from nanorl.cards.model_source import licence_of, model_source
 from nanorl.cli import main
+from nanorl.observability.report.statistics import wilson
+from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
-from nanorl.report.statistics import wilson
-from nanorl.report.summary import EVALUATIONS
+from nanorl.run.cards.model_card import _portable, write_cards
+from nanorl.run.cards.model_source import licence_of, model_source
 
 WHEEL = (
     "SmolLM2-135M-Instruct, dequantised from the 4-bit copy (Q4_1) in the PyPI wheel "

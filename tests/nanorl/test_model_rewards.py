@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "nanoinfer"))
 from tiny_text import VOCAB, make_tokenizer
 
 from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences
-from nanorl.rewards import reward_model
-from nanorl.rewards.base import Transcript
-from nanorl.rewards.function_reward import score_rollout
-from nanorl.rewards.reward_model import ModelReward
+from nanorl.envs.rewards import reward_model
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.rewards.function_reward import score_rollout
+from nanorl.envs.rewards.reward_model import ModelReward
 from nanorl.types import Rollout, Task
 
 ROLLOUT = Rollout(

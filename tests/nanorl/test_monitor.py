@@ -19,10 +19,10 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from nanorl.monitor.access import MonitorAccess
-from nanorl.monitor.board import RunBoard
-from nanorl.monitor.config import MonitorConfig
-from nanorl.monitor.readings import RoleReadings
+from nanorl.observability.monitor.board import RunBoard
+from nanorl.observability.monitor.monitor_access import MonitorAccess
+from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.observability.monitor.readings import RoleReadings
 from nanorl.types import Rollout
 
 METRICS = {
@@ -399,10 +399,10 @@ def test_options_are_bounded_and_off_by_default() -> None:
 PROGRAM = """
 import asyncio, io, sys
 from pathlib import Path
-from nanorl.monitor.config import MonitorConfig
-from nanorl.monitor.readings import RoleReadings
-from nanorl.monitor.monitor import RunMonitor
-from nanorl.report.live import LiveView
+from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.observability.monitor.readings import RoleReadings
+from nanorl.observability.monitor.monitor import RunMonitor
+from nanorl.observability.report.live import LiveView
 
 async def run():
     live = LiveView("x", is_live=False)

@@ -15,9 +15,9 @@ import pytest
 from monitor_doubles import PaperCluster, Watched, role, until
 
 from nanoengine.stop_signals import Interrupted
-from nanorl.monitor.alerts import QUIET_S, Alert, AlertRules, SuccessWatch
-from nanorl.monitor.config import MonitorConfig
-from nanorl.monitor.sender import AlertSender
+from nanorl.observability.monitor.alerts import QUIET_S, Alert, AlertRules, SuccessWatch
+from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.observability.monitor.sender import AlertSender
 
 HOUR = 3600.0
 

@@ -12,7 +12,7 @@ import pytest
 from monitor_doubles import PaperCluster, Watched
 
 from nanorl import cli
-from nanorl.monitor.access import MonitorAccess
+from nanorl.observability.monitor.monitor_access import MonitorAccess
 
 
 def command(folder: Path, *lines: str, monitored: bool = True) -> list[int]:

@@ -13,7 +13,7 @@ from monitor_doubles import ask
 from prometheus_client.parser import text_string_to_metric_families
 from test_monitor_alerts import receiver
 
-from nanorl.monitor.access import MonitorAccess
+from nanorl.observability.monitor.monitor_access import MonitorAccess
 
 pytestmark = pytest.mark.sandbox
 

@@ -11,8 +11,8 @@ import pytest
 from forked_runs import SMALL, RunProcess, rows
 from web_servers import web_server
 
-from nanorl.http_record.answers import COUNTED
-from nanorl.http_record.config import HttpConfig
+from nanorl.envs.http_record.answers import COUNTED
+from nanorl.envs.http_record.record_config import HttpConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "network.md").read_text("utf-8")
 HOST = "wiki.example.org"

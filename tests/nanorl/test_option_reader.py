@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from nanorl.algorithms.recipes import RECIPES, named_spec
-from nanorl.api import configured
 from nanorl.cli import VERBS
+from nanorl.commands.api import configured
 from nanorl.envs.run_kind import run_kind
 from nanorl.options.help_text import USUAL, help_text, option_texts
 from nanorl.options.names import ALIASES
@@ -529,7 +529,7 @@ COMMANDS = [
 LIGHT = f"""
 import sys
 import nanorl.options.run_config, nanorl.options.parse, nanorl.options.help_text
-import nanorl.options.presets, nanorl.api
+import nanorl.options.presets, nanorl.commands.api
 import nanoengine.config, nanoinfer.config, nanorl.commands.train, nanorl.cli
 for words in {COMMANDS}:
     try:

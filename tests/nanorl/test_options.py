@@ -11,7 +11,7 @@ import pytest
 from forked_runs import ROOT, SMALL, RunProcess, rows
 
 from nanorl.algorithms.recipes import RECIPES
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import check_options  # noqa: E402

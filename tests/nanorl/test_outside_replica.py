@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 from nanoinfer.params import Grammar, Output, SamplingParams
+from nanorl.distributed.roles.http_replica import HttpReplica
+from nanorl.distributed.roles.outside_replica import MAX_MEAN_GAP, OutsideReplica, check_gap
+from nanorl.distributed.roles.replica_clients import ReplicaLost
+from nanorl.distributed.roles.router import Router
+from nanorl.distributed.roles.servers import check_servers, server_at
+from nanorl.distributed.weights.disk import DiskOffer, DiskReceiver
+from nanorl.distributed.weights.offer import BaseVersionMissing, Offer, WeightsRefused
 from nanorl.options.cluster_config import ClusterConfig, RolloutConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.clients import ReplicaLost
-from nanorl.roles.http_replica import HttpReplica
-from nanorl.roles.outside_replica import MAX_MEAN_GAP, OutsideReplica, check_gap
-from nanorl.roles.router import Router
-from nanorl.roles.servers import check_servers, server_at
-from nanorl.weights.disk import DiskOffer, DiskReceiver
-from nanorl.weights.offer import BaseVersionMissing, Offer, WeightsRefused
 
 Asked = tuple[str, str, Any]  # method, path, body
 PARAMS = SamplingParams(max_tokens=8, seed=3)
@@ -473,7 +473,8 @@ def test_an_address_says_whose_server_it_is() -> None:
 
 def test_another_projects_engine_is_imported_where_one_is_asked_for_alone() -> None:
     program = (
-        "import sys; from nanorl.roles.servers import server_at; server_at('http://a:1', None);"
+        "import sys; from nanorl.distributed.roles.servers import server_at;"
+        "server_at('http://a:1', None);"
         "print([one for one in sys.modules if 'outside' in one or 'vllm' in one])"
     )
     said = subprocess.run(

@@ -17,7 +17,7 @@ from nanoinfer.chat.named import DeepSeekParser, Glm4Parser, MistralParser
 from nanoinfer.chat.pythonic import PythonicParser
 from nanoinfer.chat.reading import MAX_CALLS
 from nanoinfer.chat.tagged import GlmParser, QwenCoderParser
-from nanorl.tools.python import python
+from nanorl.envs.tools.python import python
 
 HERMES, LLAMA, PYTHONIC = HermesParser(), LlamaParser(), PythonicParser()
 FENCED = FencedParser(fences=(PYTHON_FENCE, BASH_FENCE))

@@ -15,12 +15,17 @@ from tiny_shapes import DENSE
 
 from nanoengine.config import EngineConfig
 from nanoengine.parallel.layout import Layout
+from nanorl.distributed.roles.device_turns import DeviceTurns, Hosts
+from nanorl.distributed.roles.placement import Places, RolePlace, transport_kind
+from nanorl.distributed.roles.policy_role import (
+    PolicyRank,
+    PolicyRecipe,
+    RankedEngine,
+    start_trainer,
+)
+from nanorl.distributed.roles.replica_role import Replica, ReplicaRecipe
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.placement import Places, RolePlace, transport_kind
-from nanorl.roles.policy import PolicyRank, PolicyRecipe, RankedEngine, start_trainer
-from nanorl.roles.replica import Replica, ReplicaRecipe
-from nanorl.roles.turns import DeviceTurns, Hosts
 from nanosched import ActorHandle, PlacementGroup, Resources, Scheduler, WorkerGroup
 
 pytestmark = pytest.mark.xdist_group("placement")

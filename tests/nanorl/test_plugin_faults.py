@@ -24,17 +24,17 @@ from test_hosting import held, resident_bytes, sleeper
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.collector import RolloutCollector, RolloutsFailed
 from nanorl.cli import main
-from nanorl.collector import RolloutCollector, RolloutsFailed
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
-from nanorl.envs.remote.server import EnvServer, ServeLimits
+from nanorl.envs.remote.env_server import EnvServer, ServeLimits
+from nanorl.envs.rewards.function_reward import as_reward
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.options.agent_kit import AgentKit
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.rewards.function_reward import as_reward
-from nanorl.run.agent_kit import AgentKit
-from nanorl.run.evaluation import evaluate
-from nanorl.tasks.tiny_model import build_tiny_model
+from nanorl.run.heldout_success import evaluate
 from nanorl.types import Rollout, Status, Task
 
 assert sleeper, "a fixture"

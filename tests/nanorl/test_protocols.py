@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from forked_runs import ROOT, SMALL
 
+from nanorl.observability.report.evaluation import Evaluation, TaskScore
+from nanorl.observability.report.summary import FIELDS, NULLABLE
 from nanorl.options.parse import parse_arguments
-from nanorl.report.evaluation import Evaluation, TaskScore
-from nanorl.report.summary import FIELDS, NULLABLE
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import protocols  # noqa: E402

@@ -19,6 +19,7 @@ from nanorl.algorithms import corrections, divergences, dppo, old_policy
 from nanorl.algorithms.advantages import gdpo, opo
 from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.covariance import choose_by_covariance
+from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
@@ -26,7 +27,6 @@ from nanorl.batch_metrics import action_mask
 from nanorl.batching import build_batch
 from nanorl.fields import Field
 from nanorl.grpo import LossBatch
-from nanorl.observed import Scaffold
 from nanorl.policy_loss import make_loss
 from nanorl.types import Rollout, TurnSpan
 

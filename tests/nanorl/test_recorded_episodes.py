@@ -8,7 +8,7 @@ from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.recording import Recording
+from nanorl.serving.endpoint.recording import Recording
 from nanorl.types import Rollout, Status
 
 PROMPT = [1, 2, 3]

@@ -17,8 +17,8 @@ from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.limits import Limits
-from nanorl.endpoint.call_tree import CallTree
-from nanorl.endpoint.recording import Recording, Sampled
+from nanorl.serving.endpoint.call_tree import CallTree
+from nanorl.serving.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=1000, max_turn_tokens=12, max_context_tokens=4000)
 Message = dict[str, Any]

@@ -188,7 +188,7 @@ def test_without_a_name_the_policy_as_rl_began_is_the_reference(tmp_path: Path) 
 
 
 def test_sizes_count_every_teacher() -> None:
-    from nanorl.run.sizes import resident_bytes
+    from nanorl.options.run_sizes import resident_bytes
 
     one, two = (resident_bytes(config_of(text), DENSE) for text in ("a", "a,b"))
     none = resident_bytes(RunConfig(dtype="fp32"), DENSE)

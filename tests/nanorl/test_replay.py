@@ -24,8 +24,8 @@ from forked_runs import SMALL, RunProcess, Slow
 from safetensors.torch import load_file, save_file
 
 from nanorl.cli import main
-from nanorl.store import RolloutStore
-from nanorl.store.rows import Filed, to_rows
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.store.rows import Filed, to_rows
 
 pytestmark = pytest.mark.sandbox
 ROOM = "/opt" if os.geteuid() == 0 else str(Path.home())

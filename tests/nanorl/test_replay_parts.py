@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from nanoengine.state.fingerprint import fingerprint, folded_sum
+from nanorl.inspection.replay.causes import changed_parts, ranked
+from nanorl.inspection.replay.difference import Difference, first_difference
+from nanorl.inspection.replay.past_run import RL, PastRun, choose
+from nanorl.inspection.replay.tasks import changes
+from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.replay.causes import changed_parts, ranked
-from nanorl.replay.difference import Difference, first_difference
-from nanorl.replay.past_run import RL, PastRun, choose
-from nanorl.replay.tasks import changes
 from nanorl.run.history import Event, RunHistory
-from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TurnSpan
 
 

@@ -17,7 +17,7 @@ from nanoengine.parallel.rendezvous import open_store
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.replica import Replica, ReplicaRecipe
+from nanorl.distributed.roles.replica_role import Replica, ReplicaRecipe
 from nanosched import Scheduler
 
 PARAMS = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from viewer_runs import TOKENIZER, small_run
 
-from nanorl.report import html
-from nanorl.report.charts import (
+from nanorl.observability.report import html
+from nanorl.observability.report.charts import (
     NUM_COLOURS,
     Chart,
     Series,
@@ -21,16 +21,16 @@ from nanorl.report.charts import (
     stacked_bars,
     wilson_interval,
 )
-from nanorl.report.examples import (
+from nanorl.observability.report.examples import (
     Example,
     Rate,
     choose_entries,
     collect_examples,
     rates_by_stage,
 )
-from nanorl.report.html import SHADE_FROM_NATS, write_report
-from nanorl.report.trace import TokenView, split_text, trace_rollout
-from nanorl.store import Entry, RolloutStore
+from nanorl.observability.report.html import SHADE_FROM_NATS, write_report
+from nanorl.observability.report.trace import TokenView, split_text, trace_rollout
+from nanorl.observability.store import Entry, RolloutStore
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 HOSTILE = [

@@ -15,9 +15,9 @@ import pytest
 from forked_runs import ROOT, RunProcess
 from test_faults import CLUSTER, LIMIT_S, await_true
 
+from nanorl.distributed.roles.policy_role import TrainerLost
+from nanorl.distributed.roles.role import RoleLost
 from nanorl.options.run_config import RunConfig
-from nanorl.roles.policy import TrainerLost
-from nanorl.roles.role import RoleLost
 from nanorl.run.cursor import Cursor
 from nanorl.run.history import RunHistory
 from nanorl.run.restarts import MOST_IN_VAIN, Restarts

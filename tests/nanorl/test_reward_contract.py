@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.function_reward import as_reward, score_rollout
-from nanorl.rewards.load import REWARDS, load_reward
-from nanorl.rewards.rule import RuleReward
-from nanorl.rewards.weighted import WeightedReward
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.function_reward import as_reward, score_rollout
+from nanorl.envs.rewards.load import REWARDS, load_reward
+from nanorl.envs.rewards.rule import RuleReward
+from nanorl.envs.rewards.weighted import WeightedReward
 from nanorl.types import InfrastructureError, Rollout, Task
 
 TASK = Task(task_id="t", kind="sum", prompt="17 + 25?", answer="42")

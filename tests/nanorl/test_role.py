@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nanorl.roles.actor_role import (
+from nanorl.distributed.roles.actor_role import (
     MOST_COLLAPSES,
     MOST_FAILURES,
     ActorRole,
@@ -16,7 +16,7 @@ from nanorl.roles.actor_role import (
     getting_ready,
     until_dead,
 )
-from nanorl.roles.role import DirectRole, RoleLost
+from nanorl.distributed.roles.role import DirectRole, RoleLost
 from nanosched import ActorHandle, Scheduler, WorkerDied
 
 START_S = 0.2

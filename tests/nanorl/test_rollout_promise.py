@@ -21,12 +21,12 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
+from nanorl.distributed.roles.replica_clients import ActorClient, ReplicaClient
+from nanorl.distributed.roles.replica_role import Replica
+from nanorl.distributed.roles.router import Router
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
-from nanorl.roles.clients import ActorClient, ReplicaClient
-from nanorl.roles.replica import Replica
-from nanorl.roles.router import Router
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, Scheduler
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.params import Output, SamplingParams
-from nanorl.roles.clients import ReplicaLost
-from nanorl.roles.router import NoReplica, Router
+from nanorl.distributed.roles.replica_clients import ReplicaLost
+from nanorl.distributed.roles.router import NoReplica, Router
 
 PROMPT = list(range(40))
 

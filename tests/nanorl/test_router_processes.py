@@ -16,7 +16,7 @@ from tiny_text import make_text_engine, save_folder
 from nanoengine.parallel.rendezvous import open_store
 from nanoinfer.config import InferConfig
 from nanoinfer.params import SamplingParams
-from nanorl.roles.replica import ReplicaRecipe, Seat
+from nanorl.distributed.roles.replica_role import ReplicaRecipe, Seat
 from nanosched import ActorHandle, Resources, Scheduler
 
 pytestmark = pytest.mark.xdist_group("processes")

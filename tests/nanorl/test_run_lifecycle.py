@@ -19,12 +19,12 @@ from nanoengine.command_line import program
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanorl.cli import main
-from nanorl.report.evaluation import Evaluation
+from nanorl.envs.tasks.readers import read_tasks
+from nanorl.envs.tasks.source import ListTasks
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.store import RolloutStore
 from nanorl.run.failed_start import WRITTEN
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.store import RolloutStore
-from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.source import ListTasks
 
 sandboxed = pytest.mark.sandbox
 WEIGHTS = "model-trained/model.safetensors"
@@ -231,7 +231,7 @@ def test_a_model_made_for_a_run_that_did_not_begin_goes_away(
         assert list(tmp_path.rglob("model.safetensors"))
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.run.agent_kit.run_sandbox", refuse)
+    monkeypatch.setattr("nanorl.options.agent_kit.run_sandbox", refuse)
     with pytest.raises(SandboxUnavailable):
         train(*SMALL, "--out", str(tmp_path / "runs" / "run"))
     assert not list(tmp_path.iterdir())

@@ -13,10 +13,10 @@ import pytest
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
-from nanorl.report.observer import Evaluated, PhaseBegun, RunObserver
+from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.run import state
 from nanorl.run.observers import Observers, make_observers
-from nanorl.trainer import StepResult
+from nanorl.run.trainer import StepResult
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "save_every": 1},

@@ -11,7 +11,7 @@ import pytest
 from forked_runs import SMALL, RunProcess, rows
 
 from nanoengine.state.checkpoint import latest_checkpoint
-from nanorl.report.charts import RULES, build_charts, is_flat
+from nanorl.observability.report.charts import RULES, build_charts, is_flat
 
 pytestmark = pytest.mark.sandbox
 # Two runs that write everything there is to chart: with critic and reference, and with staleness.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.state.checkpoint import open_checkpoint
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,11 +17,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from nanorl.agents.context import TurnTimes
 from nanorl.agents.times import RolloutTimes
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.observability.report.observer import PhaseBegun
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.trackers.run_spans import RunSpans
 from nanorl.options.run_config import RunConfig
-from nanorl.report.observer import PhaseBegun
-from nanorl.store import RolloutStore
-from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.trackers.run_spans import RunSpans
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.params import SamplingParams
-from nanorl.training_service.requests import SampleBody
+from nanorl.serving.training_service.service_requests import SampleBody
 
 
 def params(asked: dict[str, Any], **fields: Any) -> SamplingParams:

@@ -21,6 +21,7 @@ import pytest
 
 from nanorl.cli import main
 from nanorl.envs.run_kind import runs_programs, settle_sandbox
+from nanorl.envs.tools.workspace import BashTool, ReadTool
 from nanorl.options.agent_config import ToolConfig
 from nanorl.options.parse import parse_arguments
 from nanorl.options.run_config import RunConfig
@@ -29,7 +30,6 @@ from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.wasm import WasmBackend
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.choice import choose_sandbox
-from nanorl.tools.workspace import BashTool, ReadTool
 
 ROOT = Path(__file__).resolve().parents[2]
 BAN = str(Path(__file__).with_name("namespace_ban.py"))

@@ -24,10 +24,11 @@ from sandbox_driver import SPEC, Examiner
 from nanorl.options.agent_config import ToolConfig
 from nanorl.options.parse import parse_arguments
 from nanorl.sandbox import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, protocol
-from nanorl.sandbox.backends import BACKENDS, frames, oci, open_sandbox
+from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox
 from nanorl.sandbox.backends import box as boxes
+from nanorl.sandbox.backends import worker_frames as frames
+from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.backends.landlock import LandlockBackend
-from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.rights import landlock_version
 from nanorl.sandbox.backends.rlimits import RlimitsBackend
 from nanorl.sandbox.backends.supply import BoxSupply

@@ -20,7 +20,7 @@ import pytest
 import sandbox_driver
 from hostile_programs import BENIGN, CARRIERS, HOSTILE, Program
 
-from nanorl.sandbox.machine import is_readable
+from nanorl.sandbox.host_machine import is_readable
 
 pytestmark = pytest.mark.sandbox
 

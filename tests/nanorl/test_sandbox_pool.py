@@ -31,11 +31,11 @@ from nanorl.sandbox import (
     SandboxUnavailable,
     bwrap,
     dispatch,
-    memory,
     opening,
 )
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox.host_machine import find_bwrap
 from nanorl.sandbox.interpreter import find_python
-from nanorl.sandbox.machine import find_bwrap
 from nanorl.sandbox.outcome import Outcome
 
 pytestmark = pytest.mark.sandbox

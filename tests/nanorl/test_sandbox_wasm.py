@@ -19,7 +19,7 @@ import pytest
 
 from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
-from nanorl.sandbox.backends.pool import BoxPool
+from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.grading import Case, check

@@ -23,17 +23,22 @@ from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms.batch_scoring import Scoring
+from nanorl.algorithms.hindsight import (
+    HindsightWriter,
+    check_demonstrations,
+    demonstration_of,
+    most_tokens,
+)
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.self_distillation import aligned, teacher_samples, with_hindsight
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.cli import main
 from nanorl.envs.base import Opening
-from nanorl.hindsight import HindsightWriter, check_demonstrations, demonstration_of, most_tokens
+from nanorl.envs.tasks.problem import make_problem
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
-from nanorl.store import RolloutStore
-from nanorl.tasks.problem import make_problem
-from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Branch, Rollout, Task, TurnSpan
 
 SDFT, SDPO = named_spec("sdft"), named_spec("sdpo")

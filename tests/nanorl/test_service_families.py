@@ -26,11 +26,11 @@ from nanoengine.formats.hf import load_model  # noqa: E402
 from nanoengine.formats.matrices import adaptable  # noqa: E402
 from nanoinfer.config import InferConfig  # noqa: E402
 from nanoinfer.params import SamplingParams  # noqa: E402
-from nanorl.training_service.base_model import TrainableBase, targets_of  # noqa: E402
-from nanorl.training_service.checkpoints import Record  # noqa: E402
-from nanorl.training_service.config import ServiceConfig  # noqa: E402
-from nanorl.training_service.messages import Datum, ForwardBackward  # noqa: E402
-from nanorl.training_service.requests import AdamParams  # noqa: E402
+from nanorl.serving.training_service.base_model import TrainableBase, targets_of  # noqa: E402
+from nanorl.serving.training_service.checkpoints import Record  # noqa: E402
+from nanorl.serving.training_service.service_config import ServiceConfig  # noqa: E402
+from nanorl.serving.training_service.service_messages import Datum, ForwardBackward  # noqa: E402
+from nanorl.serving.training_service.service_requests import AdamParams  # noqa: E402
 
 OF_FAMILY = {
     "llama": "llama-gqa-tied",

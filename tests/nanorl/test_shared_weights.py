@@ -31,14 +31,14 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
+from nanorl.distributed.roles import inline_roles as inline
+from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.distributed.weights import in_process
+from nanorl.distributed.weights.in_process import can_share_weights, make_publisher
+from nanorl.options import agent_kit as kit
 from nanorl.options.engine_config import LoraOptions
+from nanorl.options.parts import Parts
 from nanorl.options.presets import get_preset
-from nanorl.roles import inline
-from nanorl.roles.inline import InlineRoles
-from nanorl.run import agent_kit as kit
-from nanorl.run.parts import Parts
-from nanorl.weights import in_process
-from nanorl.weights.in_process import can_share_weights, make_publisher
 
 SHAPE = ModelConfig(
     model_type="llama",

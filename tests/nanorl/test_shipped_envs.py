@@ -16,17 +16,17 @@ from agent_doubles import tiny_tokenizer
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import ENVIRONMENTS, load_kind
 from nanorl.envs.env_kind import EnvKind, shown_action
+from nanorl.envs.hosting.fork import NoResultError, call_in_fork
+from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
-from nanorl.envs.shipped.reading import lcs_ratio, tagged
 from nanorl.envs.shipped.reasoning_gym import PROGRAMS
 from nanorl.envs.shipped.search import normalised
+from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
 from nanorl.envs.shipped.wordle import verdict
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
-from nanorl.hosting.fork import NoResultError, call_in_fork
+from nanorl.envs.tasks.source import fingerprint
 from nanorl.options.run_config import RunConfig
-from nanorl.rewards.base import Transcript
-from nanorl.tasks.source import fingerprint
 from nanorl.types import Rollout, Task
 
 PLAIN = ("guess", "wordle", "reverse_text", "alphabet_sort", "math", "search")

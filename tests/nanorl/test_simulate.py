@@ -13,8 +13,14 @@ import numpy as np
 import pytest
 
 from nanoinfer.params import SamplingParams
-from nanorl.simulate.clock import run_virtually
-from nanorl.simulate.config import (
+from nanorl.inspection.simulate.clock import run_virtually
+from nanorl.inspection.simulate.lengths import clipped_mean, draw_length, mean_length
+from nanorl.inspection.simulate.picture import draw, occupancy
+from nanorl.inspection.simulate.rollouts import END_S
+from nanorl.inspection.simulate.simulated_learner import minibatch_times
+from nanorl.inspection.simulate.simulated_replica import RequestSize, SharedCores, SimulatedReplica
+from nanorl.inspection.simulate.simulation import choose_quantum, simulate, with_half_quantum
+from nanorl.inspection.simulate.simulation_config import (
     AnswerLengths,
     EngineTimes,
     GpuLayout,
@@ -23,12 +29,6 @@ from nanorl.simulate.config import (
     SimulationConfig,
     scaled,
 )
-from nanorl.simulate.learner import minibatch_times
-from nanorl.simulate.lengths import clipped_mean, draw_length, mean_length
-from nanorl.simulate.picture import draw, occupancy
-from nanorl.simulate.replica import RequestSize, SharedCores, SimulatedReplica
-from nanorl.simulate.rollouts import END_S
-from nanorl.simulate.simulation import choose_quantum, simulate, with_half_quantum
 from nanorl.types import Rollout
 
 NEAR = 1e-4  # relative; a simulated step begins 1e-7 s after the request that wakes the engine

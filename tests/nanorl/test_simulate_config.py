@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from nanorl.inspection.simulate.__main__ import main
+from nanorl.inspection.simulate.published import config_names, read_config, read_published
+from nanorl.inspection.simulate.simulation_config import SimulationConfig
 from nanorl.options.values import read_record
-from nanorl.simulate.__main__ import main
-from nanorl.simulate.config import SimulationConfig
-from nanorl.simulate.published import config_names, read_config, read_published
 
 BAD: list[tuple[Any, str]] = [
     ([], "must hold options, not list"),

@@ -17,11 +17,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from simulate_published import PART, page_tables  # noqa: E402
 
-from nanorl.simulate.config import SimulationConfig  # noqa: E402
-from nanorl.simulate.fit import compare, descend, fit  # noqa: E402
-from nanorl.simulate.published import PublishedFamily, read_published  # noqa: E402
-from nanorl.simulate.result import SimulationResult  # noqa: E402
-from nanorl.simulate.simulation import simulate  # noqa: E402
+from nanorl.inspection.simulate.fit import compare, descend, fit  # noqa: E402
+from nanorl.inspection.simulate.published import PublishedFamily, read_published  # noqa: E402
+from nanorl.inspection.simulate.simulation import simulate  # noqa: E402
+from nanorl.inspection.simulate.simulation_config import SimulationConfig  # noqa: E402
+from nanorl.inspection.simulate.simulation_result import SimulationResult  # noqa: E402
 
 ROWS = json.loads((ROOT / "benchmarks/simulation_2026-11-24.json").read_text())["rows"]
 TOLERANCE = 0.02  # relative; one machine's exp and log may round another way than another's
@@ -70,6 +70,6 @@ def test_a_fit_sees_the_runs_of_its_role_alone(monkeypatch: pytest.MonkeyPatch) 
         simulated.append(config.name)
         return simulate(replace(config, workload=replace(config.workload, tasks_per_step=1)))
 
-    monkeypatch.setattr("nanorl.simulate.fit.simulate", note)
+    monkeypatch.setattr("nanorl.inspection.simulate.fit.simulate", note)
     found = fit(family("verl-tools"), 1)
     assert set(simulated) == {"verl-tools-sync"} and set(found) == {"workload.tool_s"}

@@ -10,11 +10,11 @@ import torch
 from nanoengine.plan.estimate import model_shape
 from nanoinfer.config import InferConfig
 from nanoinfer.gpu.sizes import sized as engine_sized
+from nanorl.options import run_sizes as sizes
 from nanorl.options.engine_config import EngineLimits
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import PRESETS, smollm2
-from nanorl.run import sizes
-from nanorl.run.sizes import activation_bytes, gpu_sizes, resident_bytes, sized
+from nanorl.options.run_sizes import activation_bytes, gpu_sizes, resident_bytes, sized
 
 CPU = torch.device("cpu")
 SHAPE = model_shape("qwen3-0.6b")

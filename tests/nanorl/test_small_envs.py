@@ -20,7 +20,7 @@ import nanorl
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.env_kind import EnvKind
-from nanorl.rewards.base import Transcript
+from nanorl.envs.rewards.base import Transcript
 from nanorl.types import Rollout, Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from nanorl.report.statistics import (
+from nanorl.observability.report.statistics import (
     Z95,
     mean_of_tasks,
     paired_difference,

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.store import Filter, RolloutStore, StoreError, content_hash
-from nanorl.store.rows import Filed, from_content, to_entry, to_rows
-from nanorl.tasks.problem import make_problem
+from nanorl.envs.tasks.problem import make_problem
+from nanorl.observability.store import Filter, RolloutStore, StoreError, content_hash
+from nanorl.observability.store.rows import Filed, from_content, to_entry, to_rows
 from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
 
@@ -325,7 +325,7 @@ def test_expiry_keeps_the_newest_steps_and_shrinks_the_file(tmp_path):
 WRITER = """
     import sys
     sys.path[:0] = {paths!r}
-    from nanorl.store import RolloutStore
+    from nanorl.observability.store import RolloutStore
     from test_store import make_rollout
     store = RolloutStore({path!r})
     start = len(store) // 4
@@ -373,7 +373,9 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     out, err = writer.communicate(timeout=120)
     last = err.decode().strip().splitlines()[-1]
     assert writer.returncode != 0
-    assert last.startswith("nanorl.store.database.StoreError: cannot store rollouts of step")
+    assert last.startswith(
+        "nanorl.observability.store.database.StoreError: cannot store rollouts of step"
+    )
     assert str(path) in last
     assert "--resume" in last
     acknowledged = [int(line) for line in out.split(b"\n")[1:-1]]

@@ -13,10 +13,10 @@ import fsspec
 import pytest
 from test_store import make_rollout
 
+from nanorl.observability.store import RolloutStore, StoreError
+from nanorl.observability.store.address import StoreAddress
+from nanorl.observability.store.blobs import BlobFolder
 from nanorl.options.run_config import RunConfig
-from nanorl.store import RolloutStore, StoreError
-from nanorl.store.address import StoreAddress
-from nanorl.store.blobs import BlobFolder
 from nanorl.types import Rollout
 
 
@@ -97,8 +97,8 @@ def test_a_filesystem_in_memory_will_do(tmp_path):
 KILLED = """
     import os, signal, sys
     sys.path[:0] = {paths!r}
-    from nanorl.store import RolloutStore
-    from nanorl.store.sqlite import SqliteDatabase
+    from nanorl.observability.store import RolloutStore
+    from nanorl.observability.store.sqlite import SqliteDatabase
     from test_store import make_rollout
     store = RolloutStore({address!r})
     store.add_group([make_rollout("a")], step=0)

@@ -9,7 +9,7 @@ from test_store import make_rollout
 
 import nanorl
 from nanorl import cli
-from nanorl.store import RolloutStore
+from nanorl.observability.store import RolloutStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_store import make_rollout
 
-from nanorl.store import RolloutStore
-from nanorl.store.address import TRAINING_FILE, training_store
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.store.address import TRAINING_FILE, training_store
 from nanorl.trust import remember
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

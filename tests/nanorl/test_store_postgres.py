@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_store import make_rollout
 
-from nanorl.store import Filter, RolloutStore, StoreError
+from nanorl.observability.store import Filter, RolloutStore, StoreError
 from nanorl.types import Status, Task, TokenStats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -130,7 +130,7 @@ def test_a_run_goes_on_when_the_server_was_started_again(server):
 
 
 def test_a_server_that_stays_away_is_one_clear_error(server):
-    from nanorl.store.postgres import PostgresDatabase
+    from nanorl.observability.store.postgres import PostgresDatabase
 
     database = PostgresDatabase(server.address, schema="away", reconnect_s=0.2)
     server.stop()

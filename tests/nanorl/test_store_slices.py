@@ -10,7 +10,7 @@ from test_store import make_rollout
 
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.store import Filter, RolloutStore
+from nanorl.observability.store import Filter, RolloutStore
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 FAILED, FINE = {"num_executions": 1.0, "num_tool_errors": 1.0}, {"num_executions": 1.0}

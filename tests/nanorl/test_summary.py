@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.report.summary import (
+from nanorl.observability.report.summary import (
     FIELDS,
     build_summary,
     git_commit,

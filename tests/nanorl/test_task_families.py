@@ -11,10 +11,10 @@ import pytest
 from local_runner import run_program
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, program
-from nanorl.tasks.family import Family
-from nanorl.tasks.problem import ProblemGenerator
-from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.tiny import tiny_family
+from nanorl.envs.tasks.family import Family
+from nanorl.envs.tasks.problem import ProblemGenerator
+from nanorl.envs.tasks.smollm2 import smollm2_family
+from nanorl.envs.tasks.tiny import tiny_family
 from nanorl.types import split_of
 
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
@@ -179,7 +179,7 @@ def lengths(family: Family, tokenizer, form, opening: str) -> Iterator[tuple[int
 
 
 def test_tiny_prompts_and_programs_are_short() -> None:
-    from nanorl.tasks.tiny_model import corpus, train_tokenizer
+    from nanorl.envs.tasks.tiny_model import corpus, train_tokenizer
 
     tokenizer = train_tokenizer(corpus())
     for prompt, code in lengths(FAMILIES["tiny"], tokenizer, COMPACT, "<usr>"):

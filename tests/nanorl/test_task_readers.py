@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nanorl.tasks import readers
-from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.records import TaskFields
-from nanorl.tasks.source import MOST_DRAWS, GeneratedTasks, ListTasks
+from nanorl.envs.tasks import readers
+from nanorl.envs.tasks.readers import read_tasks
+from nanorl.envs.tasks.records import TaskFields
+from nanorl.envs.tasks.source import MOST_DRAWS, GeneratedTasks, ListTasks
 from nanorl.types import Task, split_of
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": n + 1, "level": n % 3} for n in range(20)]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.tasks.family import generators_of
-from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.source import GeneratedTasks, ListTasks
-from nanorl.tasks.tiny import tiny_family
+from nanorl.envs.tasks.family import generators_of
+from nanorl.envs.tasks.readers import read_tasks
+from nanorl.envs.tasks.smollm2 import smollm2_family
+from nanorl.envs.tasks.source import GeneratedTasks, ListTasks
+from nanorl.envs.tasks.tiny import tiny_family
 from nanorl.types import Task, content_id
 
 BOTH = [smollm2_family(), tiny_family()]
@@ -45,9 +45,9 @@ def test_every_round_of_kinds_has_an_order_of_its_own_and_every_heldout_seed_its
 
 def test_task_ids_are_equal_in_another_process() -> None:
     program = (
-        "from nanorl.tasks.family import generators_of\n"
-        "from nanorl.tasks.source import GeneratedTasks\n"
-        "from nanorl.tasks.tiny import tiny_family\n"
+        "from nanorl.envs.tasks.family import generators_of\n"
+        "from nanorl.envs.tasks.source import GeneratedTasks\n"
+        "from nanorl.envs.tasks.tiny import tiny_family\n"
         "tasks = GeneratedTasks(generators_of([tiny_family()]), 5).batch(2, 40)\n"
         "print(*[task.task_id for task in tasks])"
     )

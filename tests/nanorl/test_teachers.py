@@ -10,10 +10,10 @@ import pytest
 from local_runner import PlayedTrace, play_trace
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
-from nanorl.tasks.family import Family, generators_of
-from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.source import GeneratedTasks
-from nanorl.tasks.teachers import (
+from nanorl.envs.tasks.family import Family, generators_of
+from nanorl.envs.tasks.smollm2 import smollm2_family
+from nanorl.envs.tasks.source import GeneratedTasks
+from nanorl.envs.tasks.teachers import (
     SloppyTeacher,
     TeacherConfig,
     miscopy,
@@ -22,7 +22,7 @@ from nanorl.tasks.teachers import (
     tiny_teacher,
     wild_guess,
 )
-from nanorl.tasks.tiny import tiny_family
+from nanorl.envs.tasks.tiny import tiny_family
 from nanorl.types import Task
 
 PRESETS = [(smollm2_family(), MARKDOWN), (tiny_family(), COMPACT)]

@@ -39,17 +39,25 @@ from nanorl.agents.loops import load_loop
 from nanorl.agents.queue_agent import QueueLoop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import TurnBuilder, delta_ids
+from nanorl.algorithms.observed import Scaffold
 from nanorl.cli import main
-from nanorl.doctor.borders import border_findings
-from nanorl.doctor.conversations import TOOL, ProofChat, call, conversations, result, said, user
-from nanorl.doctor.template_proof import Proof, prove, prove_one
-from nanorl.doctor.template_trace import trace
-from nanorl.endpoint.recording import Recording
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
 from nanorl.envs.kind import ShortKind
-from nanorl.observed import Scaffold
-from nanorl.tools.function import function_tool
+from nanorl.envs.tools.function import function_tool
+from nanorl.inspection.doctor.borders import border_findings
+from nanorl.inspection.doctor.conversations import (
+    TOOL,
+    ProofChat,
+    call,
+    conversations,
+    result,
+    said,
+    user,
+)
+from nanorl.inspection.doctor.template_proof import Proof, prove, prove_one
+from nanorl.inspection.doctor.template_trace import trace
+from nanorl.serving.endpoint.recording import Recording
 from nanorl.types import Rollout, Status, Task
 
 NO_TOOLS = {"gemma2": "there is no system role"}

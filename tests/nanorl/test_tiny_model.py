@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanorl.tasks.family import generators_of
-from nanorl.tasks.source import GeneratedTasks
-from nanorl.tasks.tiny import tiny_family
-from nanorl.tasks.tiny_model import build_tiny_model, train_tokenizer
+from nanorl.envs.tasks.family import generators_of
+from nanorl.envs.tasks.source import GeneratedTasks
+from nanorl.envs.tasks.tiny import tiny_family
+from nanorl.envs.tasks.tiny_model import build_tiny_model, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_the_folder_is_the_same_byte_for_byte_in_every_process(
     folder: Path, tmp_path: Path
 ) -> None:
     program = (
-        "import sys; from nanorl.tasks.tiny_model import build_tiny_model as b; b(sys.argv[1])"
+        "import sys; from nanorl.envs.tasks.tiny_model import build_tiny_model as b; b(sys.argv[1])"
     )
     for hash_seed in ("1", "2"):
         subprocess.run(

@@ -15,14 +15,14 @@ import nanorl
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.signatures import signature
 from nanorl.commands.new import write_files
-from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
+from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.envs.tools.function import function_tool
+from nanorl.inspection.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.options.parse import parse_arguments
-from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.tools.function import function_tool
 
 
 def look(

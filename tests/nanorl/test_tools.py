@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 import nanorl
 from nanoinfer.chat.base import ToolCall, ToolCallError
 from nanoinfer.chat.hermes import HermesParser
+from nanorl.envs.tools.base import Submitted, ToolContext, ToolError
+from nanorl.envs.tools.function import FunctionTool, function_tool, method_tools
+from nanorl.envs.tools.python import python
+from nanorl.envs.tools.tool_calls import TurnResults, answer_calls
 from nanorl.sandbox.base import SandboxFailure
-from nanorl.tools.base import Submitted, ToolContext, ToolError
-from nanorl.tools.calls import TurnResults, answer_calls
-from nanorl.tools.function import FunctionTool, function_tool, method_tools
-from nanorl.tools.python import python
 from nanorl.types import InfrastructureError, Task
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="a", files={"data.txt": "1"})

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from forked_runs import SMALL, RunProcess, rows
 
+from nanorl.observability.report.metrics import flatten_numbers
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.trackers import services
+from nanorl.observability.trackers.rollout_rows import RolloutRow
+from nanorl.observability.trackers.sending import Trackers, identity_of
+from nanorl.observability.trackers.services import TrackedRun, TrackioTracker, require_trackers
 from nanorl.options.run_config import RunConfig
-from nanorl.report.metrics import flatten_numbers
-from nanorl.store import RolloutStore
-from nanorl.trackers import services
-from nanorl.trackers.rollout_rows import RolloutRow
-from nanorl.trackers.sending import Trackers, identity_of
-from nanorl.trackers.services import TrackedRun, TrackioTracker, require_trackers
 
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
 
@@ -249,7 +249,7 @@ class BrokenProcess(services.TrackerProcess):
 def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str, why: str
 ) -> None:
-    monkeypatch.setattr("nanorl.trackers.sending.TrackerProcess", BrokenProcess)
+    monkeypatch.setattr("nanorl.observability.trackers.sending.TrackerProcess", BrokenProcess)
     config = RunConfig(preset="tiny", out=tmp_path, log=("wandb",), log_project=project)
     said: list[str] = []
     slowest_s = 0.0

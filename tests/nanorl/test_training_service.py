@@ -23,7 +23,7 @@ from nanoengine.optim import lr_at
 from nanoengine.packing import MicroBatch, Sample
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.training_service.checkpoints import TinkerPath
+from nanorl.serving.training_service.checkpoints import TinkerPath
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

@@ -18,9 +18,9 @@ import pytest
 from tiny_text import make_tokenizer, save_folder
 from training_service import Served, serve
 
-from nanorl.training_service.app import make_app
-from nanorl.training_service.config import ServiceConfig
-from nanorl.training_service.keys import ClientKeys
+from nanorl.serving.training_service.keys import ClientKeys
+from nanorl.serving.training_service.service_app import make_app
+from nanorl.serving.training_service.service_config import ServiceConfig
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

@@ -23,10 +23,10 @@ from tiny_text import make_tokenizer, save_folder
 from training_service import KEY, Served, let_go, serve
 
 from nanoinfer.server.http_io import ApiError
-from nanorl.training_service.checkpoints import CheckpointStore, Record, TinkerPath
-from nanorl.training_service.config import ServiceConfig
-from nanorl.training_service.futures import Futures, Line
-from nanorl.training_service.messages import read_forward_backward
+from nanorl.serving.training_service.checkpoints import CheckpointStore, Record, TinkerPath
+from nanorl.serving.training_service.futures import Futures, Line
+from nanorl.serving.training_service.service_config import ServiceConfig
+from nanorl.serving.training_service.service_messages import read_forward_backward
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

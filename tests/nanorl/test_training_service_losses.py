@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from nanoengine.packing import make_micro_batches
-from nanorl.training_service.losses import find_loss, make_samples
-from nanorl.training_service.messages import Datum
+from nanorl.serving.training_service.service_losses import find_loss, make_samples
+from nanorl.serving.training_service.service_messages import Datum
 
 LOGP = [-0.5, -1.2, -2.0, -0.1]
 Q = [-0.7, -1.0, -2.5, -0.1]

@@ -34,15 +34,15 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import delta_ids
-from nanorl.endpoint.call_tree import CallTree
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
+from nanorl.envs.tools.function import function_tool
+from nanorl.observability.store import RolloutStore
+from nanorl.observability.trajectories.base import TrajectoryReader
+from nanorl.observability.trajectories.frames import ChatFrames
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
-from nanorl.store import RolloutStore
-from nanorl.tools.function import function_tool
-from nanorl.trajectories.base import TrajectoryReader
-from nanorl.trajectories.frames import ChatFrames
+from nanorl.serving.endpoint.call_tree import CallTree
 from nanorl.trust import remember
 from nanorl.types import Rollout, Status, Task
 
@@ -600,8 +600,8 @@ def spans_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def span_maker() -> Any:
-    from nanorl.trajectories.atif import AgentInfo
-    from nanorl.trajectories.otel import SpanMaker
+    from nanorl.observability.trajectories.atif import AgentInfo
+    from nanorl.observability.trajectories.otel import SpanMaker
 
     return SpanMaker(AgentInfo(name="tool", version="1", model="qwen"), "run-0")
 
@@ -610,7 +610,7 @@ def test_a_rollout_is_a_trace_of_spans_by_the_conventions(play: Callable[..., Ro
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from nanorl.trajectories.otel import export_spans
+    from nanorl.observability.trajectories.otel import export_spans
 
     rollout = sub_agents(play)
     reader = TrajectoryReader(QWEN_TOKENIZER, [HermesParser()])
@@ -830,7 +830,7 @@ def test_a_run_whose_environment_is_gone_is_read_by_its_chat_template(
 def test_calls_are_read_as_the_runs_environment_and_agents_write_them(
     env: Path, loop: str, names: list[str]
 ) -> None:
-    from nanorl.trajectories.export import find_parsers
+    from nanorl.observability.trajectories.export import find_parsers
 
     text = ENV.replace("tools = (fetch,)", "tools = (nanorl.bash,)")
     (env.parent / "fenced.py").write_text(text)
@@ -850,7 +850,7 @@ def test_a_place_is_replaced_as_a_whole_or_not_at_all(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from nanorl.trajectories.export import PLACES
+    from nanorl.observability.trajectories.export import PLACES
 
     stored(run, calling(play, "a"), calling(play, "b"))
     place = run / PLACES[to]
@@ -903,7 +903,7 @@ def test_a_large_store_is_read_one_rollout_at_a_time(
     run: Path, play: Callable[..., Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rollout is read before the one before it has been written."""
-    from nanorl.trajectories import jsonl
+    from nanorl.observability.trajectories import jsonl
 
     stored(run, *(calling(play, f"m{number}") for number in range(4)))
     seen: list[str] = []

@@ -16,13 +16,13 @@ import pytest
 from test_batching import rollout
 
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
+from nanorl.flow.batch_policy import BatchPolicy
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.journal import Journal
-from nanorl.flow.policy import BatchPolicy
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, QueueCursor, Row, TransferQueue
 from nanorl.run.run_checkpoints import RunCheckpoints
-from nanorl.trainer import played_before
+from nanorl.run.trainer import played_before
 from nanorl.types import Branch, Task
 
 SIZE = 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanorl.rewards.base import Transcript
-from nanorl.rewards.function_reward import score_rollout
-from nanorl.rewards.tests import UnitTestReward
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.rewards.function_reward import score_rollout
+from nanorl.envs.rewards.tests import UnitTestReward
 from nanorl.sandbox import SandboxSpec
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import WorkspaceSandbox

@@ -29,13 +29,13 @@ from viewer_runs import (
 )
 
 from nanorl import cli
-from nanorl.report.evaluation import Evaluation
-from nanorl.store import RolloutStore, StoreError
+from nanorl.inspection.viewer.documents import MOST_CHARS
+from nanorl.inspection.viewer.runs import find_runs
+from nanorl.inspection.viewer.stored import open_for_reading
+from nanorl.inspection.viewer.viewer_server import MOST_CONNECTIONS, ViewerServer
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.store import RolloutStore, StoreError
 from nanorl.types import Branch
-from nanorl.viewer.documents import MOST_CHARS
-from nanorl.viewer.runs import find_runs
-from nanorl.viewer.server import MOST_CONNECTIONS, ViewerServer
-from nanorl.viewer.stored import open_for_reading
 
 LOCAL = "http://127.0.0.1"
 

@@ -17,8 +17,8 @@ from weight_cases import Policy, Remote, Replica, weights_of
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoengine.parallel.rendezvous import open_store
-from nanorl.weights.offer import Offer, ReadersBusy, WeightsRefused
-from nanorl.weights.transport import Transport, open_transport, weight_bytes
+from nanorl.distributed.weights.offer import Offer, ReadersBusy, WeightsRefused
+from nanorl.distributed.weights.transport import Transport, open_transport, weight_bytes
 
 pytestmark = pytest.mark.xdist_group("weights")
 LAYOUTS = {

@@ -19,11 +19,16 @@ from weight_cases import serve, weights_of
 from nanoengine.engine import Engine
 from nanoengine.formats.hf import export_state, read_state
 from nanoinfer.engine import LLMEngine
-from nanorl.weights.cuda_ipc import GpuHandle
-from nanorl.weights.delta import apply_changes, changes
-from nanorl.weights.offer import BaseVersionMissing, Offer, ReadersBusy, WeightsRefused
-from nanorl.weights.shm import PADDING_BYTES
-from nanorl.weights.transport import PublishReport, Transport, open_transport, weight_bytes
+from nanorl.distributed.weights.cuda_ipc import GpuHandle
+from nanorl.distributed.weights.delta import apply_changes, changes
+from nanorl.distributed.weights.offer import BaseVersionMissing, Offer, ReadersBusy, WeightsRefused
+from nanorl.distributed.weights.shm import PADDING_BYTES
+from nanorl.distributed.weights.transport import (
+    PublishReport,
+    Transport,
+    open_transport,
+    weight_bytes,
+)
 from nanosched import TaskError, WorkerDied
 
 CASE = Case(dtype="fp32")

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from nanorl.monitor.board import IdleShares
-from nanorl.roles.actor_role import status_of
-from nanorl.roles.work import WorkThread
+from nanorl.distributed.roles.actor_role import status_of
+from nanorl.distributed.roles.work import WorkThread
+from nanorl.observability.monitor.board import IdleShares
 
 
 def test_calls_that_run_and_wait_are_counted_and_timed_while_they_do() -> None:

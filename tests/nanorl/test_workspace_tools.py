@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from nanoinfer.chat.base import ToolCall
+from nanorl.envs.tools.base import Submitted, ToolContext
+from nanorl.envs.tools.tool_calls import answer_calls
+from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
 from nanorl.sandbox import SandboxPool, SandboxSpec
-from nanorl.tools.base import Submitted, ToolContext
-from nanorl.tools.calls import answer_calls
-from nanorl.tools.workspace import bash, edit, python_session, read, submit, write
 from nanorl.types import InfrastructureError, Task
 
 pytestmark = pytest.mark.sandbox

@@ -19,9 +19,9 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 tinker = pytest.importorskip("tinker", reason="needs the package tinker, the official client")
 
 from nanoinfer.config import InferConfig  # noqa: E402
-from nanorl.training_service.app import make_app  # noqa: E402
-from nanorl.training_service.config import ServiceConfig  # noqa: E402
-from nanorl.training_service.running import ServiceServer  # noqa: E402
+from nanorl.serving.training_service.service_app import make_app  # noqa: E402
+from nanorl.serving.training_service.service_config import ServiceConfig  # noqa: E402
+from nanorl.serving.training_service.service_running import ServiceServer  # noqa: E402
 
 KEY = "tml-the-key"
 SIZES = InferConfig(num_blocks=256, max_num_seqs=16, max_batch_tokens=64)

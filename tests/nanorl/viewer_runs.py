@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from agent_doubles import tiny_tokenizer
 
+from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny
-from nanorl.report.evaluation import Evaluation
 from nanorl.run.cursor import PHASES
-from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TokenStats, TurnSpan
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def viewed(*runs: Path) -> TestClient:
     """Somebody who has the key of a viewer of these runs."""
     from starlette.testclient import TestClient  # here: reports have no server
 
-    from nanorl.viewer.runs import find_runs
-    from nanorl.viewer.server import ViewerServer
+    from nanorl.inspection.viewer.runs import find_runs
+    from nanorl.inspection.viewer.viewer_server import ViewerServer
 
     app = ViewerServer(find_runs(runs), key=KEY, is_local=True).starlette()
     return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {KEY}"})

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from socketserver import BaseServer
 
-from nanorl.http_record.authority import RunAuthority
+from nanorl.envs.http_record.authority import RunAuthority
 
 BINARY = bytes(range(256)) * 40
 EVENTS = [b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n"]

@@ -29,9 +29,9 @@ from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanorl.weights import dist as dist_link
-from nanorl.weights import shm
-from nanorl.weights.offer import Offer, WeightReceiver, WeightSender
+from nanorl.distributed.weights import dist as dist_link
+from nanorl.distributed.weights import shm
+from nanorl.distributed.weights.offer import Offer, WeightReceiver, WeightSender
 from nanosched import WorkerDied
 
 

@@ -25,8 +25,8 @@ from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, TaskSet
-from nanorl.rewards.base import Score, Transcript
-from nanorl.tasks.records import check_agent
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.tasks.records import check_agent
 from nanorl.types import InfrastructureError, Rollout, Task
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ServerAwayError(InfrastructureError):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """What `--env-args` may say of a server."""
+    """The options of a server that `--env-args` may give."""
 
     api_key_file: str = ""
     """File with the key that the server wants; options are printed, so the key is none."""
@@ -210,7 +210,7 @@ class RemoteEnvironment:
 
 
 class _Line:
-    """How one server is called. InfrastructureError for whatever brings no answer of its kind."""
+    """The line to one server. InfrastructureError for whatever brings no answer of its kind."""
 
     def __init__(self, address: str, options: RemoteOptions) -> None:
         parts = urlsplit(address)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Opening, TimeStep
-from nanorl.rewards.base import Score, Transcript
+from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Task
 
 Split = Literal["train", "heldout"]
@@ -33,7 +33,7 @@ class _Wire(BaseModel):
 
 
 class ServerInfo(_Wire):
-    """What a run has to know of the environment before it begins."""
+    """The facts that a run has to know of the environment before it begins."""
 
     name: str
     loop: str

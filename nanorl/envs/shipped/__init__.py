@@ -9,5 +9,5 @@ math.py            problems with a formula as answer, compared by math-verify
 humaneval.py       the 164 problems of HumanEval, for evaluation alone
 search.py          questions over documents, with a real index
 
-reading.py, words.py and corpus.py hold what several of them read.
+tagged_text.py, words.py and corpus.py hold what several of them read.
 """

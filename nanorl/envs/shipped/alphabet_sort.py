@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.envs.shipped.reading import lcs_ratio, tagged
+from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
 from nanorl.types import Task
 
 _FIRST = """
@@ -114,7 +114,7 @@ class AlphabetSort(Env):
 
 
 def _question(names: list[str], key: str, number: int) -> str:
-    """What a turn is asked; `number` counts from 0."""
+    """The question of a turn; `number` counts from 0."""
     listed = ", ".join(names)
     if number == 0:
         return (

@@ -2,7 +2,7 @@
 
 The policy reads the beginning of a function and writes all of it into a ```python block, the last
 one counts. It pays 1 if the hidden tests pass, else nothing; code and tests run in two sandboxes
-(nanorl/rewards/tests.py), so there is no test to read and no verdict to print.
+(nanorl/envs/rewards/tests.py), so there is no test to read and no verdict to print.
 
     nanorl eval MODEL --env humaneval
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from nanoengine.extras import missing
 from nanorl.envs.env import Done, Env
-from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.tests import UnitTestReward
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.tests import UnitTestReward
 from nanorl.types import Task
 
 

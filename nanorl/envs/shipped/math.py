@@ -2,7 +2,7 @@
 
 The answer is the last \\boxed{...} of a turn, or what follows its last "Answer:". It pays 1 if it
 equals the task's (1/2, 0.5 and \\frac{1}{2} are one answer), else nothing; an answer with words, or
-with several formulas, is none (nanorl/rewards/math.py). Problems of your own come with --tasks, a
+with several formulas, is none (rewards/math_reward.py). Problems of your own come with --tasks, a
 prompt and an answer each; without, small ones are drawn: equations, fractions, powers, percentages
 and derivatives.
 
@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Env
-from nanorl.rewards.base import Score, Transcript
-from nanorl.rewards.math import MathReward
+from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.math_reward import MathReward
 from nanorl.types import Task
 
 

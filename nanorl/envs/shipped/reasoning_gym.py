@@ -30,11 +30,11 @@ from nanoengine.extras import missing
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.fenced import FencedParser
 from nanorl.envs.env import Done, Env
-from nanorl.envs.shipped.reading import tagged
-from nanorl.hosting.fork import NoResultError, call_in_fork
-from nanorl.hosting.pool import HostingLimits, WorkerPool
-from nanorl.rewards.base import Transcript
-from nanorl.tools.python import python
+from nanorl.envs.hosting.fork import NoResultError, call_in_fork
+from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.shipped.tagged_text import tagged
+from nanorl.envs.tools.python import python
 from nanorl.types import InfrastructureError, Task, content_id, split_of
 
 _TAG = "answer"
@@ -150,7 +150,7 @@ class ReasoningGym(Env):
 
 
 class FamilyOptions:
-    """Which families, and their options; it makes their datasets, in any process."""
+    """The families that are asked for and their options; makes their datasets in any process."""
 
     def __init__(
         self, families: Sequence[str], level: int | None, options: Mapping[str, Any]

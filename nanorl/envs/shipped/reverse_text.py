@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.envs.shipped.reading import lcs_ratio, tagged
+from nanorl.envs.rewards.base import Transcript
+from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
 from nanorl.envs.shipped.words import COMMON_WORDS
-from nanorl.rewards.base import Transcript
 from nanorl.types import Task
 
 _TAG = "reversed_text"
@@ -70,7 +70,7 @@ class ReverseText(Env):
         return self.done(answer=answer)
 
     def score(self, transcript: Transcript) -> float:
-        """How alike the answer is to the text from its end."""
+        """Score how alike the answer is to the text from its end."""
         return lcs_ratio(transcript.answer or "", self.task.answer)
 
     def teacher(self, observations: Sequence[str], rng: random.Random) -> str:

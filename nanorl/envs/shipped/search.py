@@ -29,9 +29,9 @@ from nanoengine.extras import missing
 from nanoinfer.chat.base import ToolCall
 from nanoinfer.chat.hermes import HermesParser
 from nanorl.envs.env import Env
+from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.shipped.corpus import Document, Question, Town, read_corpus
-from nanorl.rewards.base import Transcript
-from nanorl.tools.base import ToolError
+from nanorl.envs.tools.base import ToolError
 from nanorl.types import Task
 
 _NUM_SHOWN = 3
@@ -128,7 +128,7 @@ class Library:
 
     @cached_property
     def questions(self) -> Mapping[int, Sequence[Question]]:
-        """Of the generated corpus, by the number of documents that they need."""
+        """The questions of the generated corpus, by the number of documents that they need."""
         return {hops: Town(self._seed).questions(hops) for hops in (1, 2)}
 
     @cached_property

@@ -4,7 +4,7 @@
         result = await sandbox.run("print(6 * 7)")
 
     auto       the default: bwrap where it runs, else wasm (choice.py, one folder up)
-    bwrap      `SandboxPool`, unchanged (pool.py, one folder up)
+    bwrap      `SandboxPool`, unchanged (backend_pool.py, one folder up)
     oci        a container of podman or docker for every program
     gvisor     runsc: the kernel's calls are answered by another kernel, in user space
     microvm    a virtual machine, restored from a snapshot for every program
@@ -16,8 +16,8 @@ What each of them was seen to stop is in docs/sandbox.md. A back end is used onl
 really ran in it saw what it promises; otherwise `SandboxUnavailable` says why, and what to do. One
 that isolates too little needs `allow_unsafe`. Nothing is imported of those that are not asked for.
 
-    box.py        one started box, seen from the host; frames.py: what goes in and out
-    supply.py     boxes started ahead; pool.py: `BoxPool`
+    box.py        one started box, seen from the host; worker_frames.py: what goes in and out
+    supply.py     boxes started ahead; backend_pool.py: `BoxPool`
     guest.py      the server inside; rights.py: what its programs give up
     oci.py, gvisor.py, microvm.py, wasm.py, landlock.py, rlimits.py
     wasm_module.py, wasm_guest.py, wasi_calls.py, wasi_files.py, wasm_start.py: of wasm alone
@@ -67,7 +67,7 @@ def open_sandbox(
     if name not in BACKENDS:
         raise ValueError(f"--sandbox {name}: must be one of auto, bwrap, {', '.join(BACKENDS)}")
     check_safety(name, allow_unsafe)
-    from nanorl.sandbox.backends.pool import BoxPool
+    from nanorl.sandbox.backends.backend_pool import BoxPool
 
     file, _, found = BACKENDS[name].partition(":")
     backend = getattr(importlib.import_module(file), found)
@@ -75,7 +75,7 @@ def open_sandbox(
 
 
 def _instead_of_bwrap(name: str, spec: SandboxSpec, refusal: SandboxUnavailable) -> str:
-    """What `auto` takes where bubblewrap has refused; whoever named bubblewrap is refused."""
+    """The back end for `auto` where bubblewrap refused; whoever named bubblewrap is refused."""
     from nanorl.sandbox.choice import second_choice
 
     if name == "bwrap":

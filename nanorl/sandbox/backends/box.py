@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import frames
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.base import ExecResult, SandboxSpec
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import Outcome, judge
@@ -70,7 +70,7 @@ _SLACK_BYTES = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one box is started, and ended from outside."""
+    """The recipe for one box: the command that starts it, and the ways to end it from outside."""
 
     argv: Sequence[str]
     config: Mapping[str, Any]
@@ -133,7 +133,7 @@ class SandboxBox:
 
     @property
     def is_well(self) -> bool:
-        """Whether a box that waits is still there and has said nothing unasked."""
+        """Say whether a box that waits is still there and has said nothing unasked."""
         if self._is_closed or self._process.poll() is not None or not self._reader.is_empty:
             return False
         return not select.select([self._reader.descriptor], [], [], 0)[0]
@@ -197,7 +197,7 @@ class SandboxBox:
             raise BoxBrokenError(f"{error}. {self.messages()}") from error
 
     def messages(self) -> str:
-        """What the back end and the guest complain about."""
+        """The complaints of the back end and the guest, their last 4,096 bytes."""
         if self._is_closed:
             return ""
         size = os.fstat(self._messages).st_size
@@ -224,7 +224,8 @@ class SandboxBox:
             self.launch.end(is_gone)
 
     def _leave(self) -> bool:
-        """Whether it ended by itself: a guest that finds the host gone clears up first."""
+        """Wait until the box has ended, or kill it; True if it ended by itself. A guest that finds
+        the host gone clears up first."""
         if not self._is_killed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self.launch.leave_s)
@@ -258,7 +259,7 @@ def _config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def guest_config(spec: SandboxSpec, **differences: Any) -> dict[str, Any]:
-    """What guest.py is told; a back end says what is different in its boxes."""
+    """The configuration that guest.py is told; a back end says what is different in its boxes."""
     return {
         "root": "",
         "user": -1,

@@ -1,8 +1,8 @@
 """The server inside a box: takes an order, forks a process for it, sends what that prints.
 
 Where descriptors cannot be handed in (a container, a virtual machine) this stands in for worker.py
-and keeper.py: it speaks frames (frames.py) over standard input and output, and does the same jobs
-(jobs.py). The programs' own process is confined by rights.py.
+and keeper.py: it speaks frames (worker_frames.py) over standard input and output, and does the same
+jobs (jobs.py). The programs' own process is confined by rights.py.
 
     stateless   one order, then the host throws the box away
     session     one box an episode: the folder stays, a job's processes do not, and the interpreter
@@ -34,7 +34,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from nanorl.sandbox import jobs, protocol, usage
-from nanorl.sandbox.backends import frames, rights
+from nanorl.sandbox.backends import rights
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.confine import close_from
 from nanorl.sandbox.program import execute, exit_now, parts_of, renew_streams
 from nanorl.sandbox.worker import limit_cpu
@@ -390,7 +391,7 @@ def _wake_up(now_s: float, entropy: bytes) -> None:
 
 
 def _be_expendable() -> None:
-    """Where memory runs out the kernel takes the program, not the server."""
+    """Offer this program to the kernel: where memory runs out it goes, not the server."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -472,7 +473,7 @@ def main(config: Mapping[str, Any]) -> NoReturn:
 
 
 def _end_all() -> None:
-    """Where this is an init, all that is left dies with it; elsewhere this kills it."""
+    """Kill all that is left below this process, which would die with it only if it were an init."""
     deadline = time.monotonic() + _CLEAN_LIMIT_S
     while (alive := _descendants()) and time.monotonic() < deadline:
         _signal_all(alive, signal.SIGKILL)

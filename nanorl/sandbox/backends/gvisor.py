@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import memory, protocol, seccomp
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.backends.box import ENVIRONMENT, PYTHON_FLAGS, Launch, guest_config
 from nanorl.sandbox.base import MIB, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits

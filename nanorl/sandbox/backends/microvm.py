@@ -26,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import memory, protocol, seccomp
-from nanorl.sandbox.backends import frames
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol, seccomp
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox, guest_config
 from nanorl.sandbox.base import MIB, SandboxFailure, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid
@@ -88,7 +89,7 @@ class MicrovmBackend:
         return qemu, image
 
     def _sized(self) -> int:
-        """What programs may have, and what the files take that lie in the machine's memory."""
+        """The machine's memory, in bytes: what programs may have, and what the files in it take."""
         whole = self.spec.memory_bytes + _KERNELS_BYTES + 5 * (self.image / "initrd").stat().st_size
         return -(-whole // MIB) * MIB
 

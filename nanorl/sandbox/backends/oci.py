@@ -177,7 +177,7 @@ def seccomp_profile(machine: str) -> dict[str, Any]:
 
 
 def _podman_flags() -> list[str]:
-    """What podman must be told where there is no systemd, or the cgroups are of version 1."""
+    """The flags that podman needs where there is no systemd, or the cgroups are of version 1."""
     flags = []
     if not os.path.exists("/run/systemd/system"):
         flags += ["--cgroup-manager", "cgroupfs"]

@@ -33,8 +33,8 @@ _SCOPES = 3  # abstract sockets and signals, from ABI 6 on
 
 
 def keep_for_itself() -> None:
-    """Of the server: no program of the same user may look into it or take its descriptors, and
-    orphans come to it."""
+    """Keep the server to itself: no program of the same user may look into it or take its
+    descriptors, and orphans come to it."""
     check(prctl(_SET_DUMPABLE, 0), "clear dumpable")
     _adopt_orphans()
 

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import memory, protocol
+from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol
 from nanorl.sandbox.backends.box import ENVIRONMENT, PYTHON_FLAGS, Launch, guest_config
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid
@@ -90,7 +91,7 @@ class RlimitsBackend:
         )
 
     def _fences(self, folder: Path) -> dict[str, Any]:
-        """What stronger back ends tell the guest besides."""
+        """The settings that stronger back ends tell the guest besides."""
         return {}
 
     def _folder(self, uid: int) -> Path:
@@ -140,7 +141,7 @@ def _is_populated(group: memory.WorkerCgroup) -> bool:
 
 
 def _kill_user(uid: int) -> bool:
-    """Whether there was anything to kill; zombies are somebody else's to bury."""
+    """Kill all processes of a user; True if there were any. Zombies are somebody else's to bury."""
     was_any = False
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

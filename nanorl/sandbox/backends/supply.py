@@ -40,7 +40,7 @@ class BoxBackend(Protocol):
     """Who bounds the memory of all processes together; empty: nobody."""
 
     def launch(self, index: int) -> Launch:
-        """How to start the box number `index`, of those that are up. May raise OSError."""
+        """Say how to start the box number `index`, of those that are up. May raise OSError."""
         ...
 
     def explain(self, messages: str) -> SandboxUnavailable:

@@ -137,7 +137,7 @@ def _step(chain: list[Folder], part: str) -> None:
 
 
 def find(base: Folder, path: str) -> Entry:
-    """What the path leads to."""
+    """Return the entry that the path leads to."""
     chain, name = walk(base, path)
     return _named(chain[-1], name) if name else chain[-1]
 
@@ -220,7 +220,8 @@ class FileTree:
             self._make(parent, name, is_folder=op is Op.MAKE_FOLDER)
 
     def _take_place(self, entry: Entry, folder: Folder, name: str) -> None:
-        """What has that name so far, if anything, gives way to `entry`."""
+        """Remove what has that name so far, if anything, to make way for `entry`. WasiError where
+        one is a folder and the other is not, or where the old folder is not empty."""
         old = folder.entries.get(name)
         if old is None or old is entry:
             return

@@ -139,7 +139,7 @@ def _filter() -> str:
 
 
 def _may_change_user() -> bool:
-    """Whether this process is root's, with the rights that root has where nobody took them."""
+    """Say whether this process is root's, with the rights that root has where nobody took them."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("CapEff:"):

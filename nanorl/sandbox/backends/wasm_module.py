@@ -37,8 +37,8 @@ MESSAGE = (
 
 
 def cache_folders(given: str | None) -> list[Path]:
-    """Where the module may be kept: where the user says, or else in their cache or, where there is
-    no home to write to, in a folder of theirs among the temporary ones."""
+    """The folders in which the module may be kept: the one that the user names, or else one in
+    their cache and, where there is no home to write to, one of theirs among the temporary ones."""
     if given:
         return [Path(given).expanduser()]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
@@ -67,7 +67,7 @@ def _require_own(status: os.stat_result, path: Path) -> None:
 
 
 def module_name() -> str:
-    """What the file is called, without its length: of these packages, for this processor."""
+    """The name of the module's file, without its length: of these packages, for this processor."""
     versions = [f"{name}={metadata.version(name)}" for name in PACKAGES]
     text = " ".join([*versions, platform.machine(), _processor_flags()])
     return f"python-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
@@ -103,7 +103,7 @@ def open_module(folder: Path) -> Iterator[str | None]:
 
 
 def has_module(folder: Path) -> bool:
-    """Whether a whole one is there. OSError for a folder that must not be used."""
+    """Say whether a whole module is there. OSError for a folder that must not be used."""
     with open_module(folder) as path:
         return path is not None
 

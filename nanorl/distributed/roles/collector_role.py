@@ -1,0 +1,142 @@
+"""The collector role: agents, environments and sandboxes, and the router to the policy's replicas.
+
+It plays groups for the trainer, single tasks for the evaluation, and a teacher's traces for the
+warm start. It keeps no state that a successor would need: what it played is a function of
+(seed, task, weights), so a group that was under way when it died is played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoengine.packing import Sample
+from nanoinfer.params import SamplingParams
+from nanorl.agents.collector import AgentCollector
+from nanorl.agents.concurrency import ConcurrencyLimit
+from nanorl.agents.context import Generator
+from nanorl.agents.times import RolloutTimes
+from nanorl.algorithms.hindsight import HindsightWriter
+from nanorl.distributed.roles.actor_role import ActorRole, OnRestart, getting_ready
+from nanorl.distributed.roles.router import ReplicaClient, Router
+from nanorl.distributed.roles.shared_folder import require_folder
+from nanorl.observability.monitor.vitals import vitals
+from nanorl.options.agent_kit import AgentKit
+from nanorl.options.run_config import RunConfig
+from nanorl.run.warm_start import WarmStart
+from nanorl.types import Rollout, Task
+from nanosched import ActorHandle, Scheduler
+
+
+class CollectorRole(AgentCollector):
+    """An actor of a run; in other processes it is given the replicas' handles."""
+
+    kit: AgentKit
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        kit: AgentKit | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """`folder` is the model's, for its tokenizer. A `kit` and a `generator` are those of this
+        process, where there are any; without a generator requests go to the replicas of
+        `set_replicas`."""
+        require_folder(folder)
+        rl = config.rl
+        own = AgentKit(config, folder) if kit is None else kit
+        self.router = Router()
+        self.writer: HindsightWriter | None = None
+        if rl.algorithm.has_hindsight:
+            self.writer = HindsightWriter(rl.algorithm, own.tokenizer)
+        super().__init__(
+            own,
+            self.router if generator is None else generator,
+            ConcurrencyLimit(rl.concurrency),
+            run_seed=config.seed,
+            max_retries=rl.max_retries,
+            most_lost=2 * rl.tasks_per_step * rl.group_size,  # a bad minute may cost a batch
+            hindsight=self.writer,
+        )
+        if self.writer is not None:
+            self.play = self._play_noting
+        self._warm_start = WarmStart(config, own)
+
+    async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
+        """The replicas that take requests from now on, by their names."""
+        self.router.set_replicas(replicas)
+
+    async def _play_noting(
+        self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
+    ) -> Rollout:
+        """One rollout of a group, whose opening is noted for who writes its hindsight."""
+        assert self.writer is not None, "it is why rollouts are played so"
+        return await self.play_task(
+            task,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            sampling=sampling,
+            openings=self.writer.openings,
+        )
+
+    async def teach(self, step: int) -> list[Sample]:
+        """The samples of a step of the warm start."""
+        return await self._warm_start.samples(step)
+
+    async def take_playing(self) -> dict[str, float]:
+        """Say how many rollouts played at a time since the last call, and what the cache forgot."""
+        return self.concurrency.take_counts()
+
+    async def take_http_counts(self) -> dict[str, float]:
+        """Count what the recording proxy did since the last call; nothing where there is none."""
+        return self.kit.take_http_counts()
+
+    async def take_times(self) -> Mapping[str, list[RolloutTimes]]:
+        """When what happened in the rollouts that have ended since the last call."""
+        return self.kit.take_times()
+
+    async def heartbeat(self) -> dict[str, Any]:
+        """Answers from the loop that plays the rollouts; with the router's counters."""
+        return {
+            **vitals(),
+            "num_running": float(len(self._running)),
+            "busy_s": self.total_busy_s(),
+            **{
+                name if name in ("num_waiting", "num_open") else f"{name}_total": value
+                for name, value in self.router.counters().items()
+                if not name.startswith("load/")
+            },
+        }
+
+    async def close(self) -> None:
+        await self.stop()
+        await self.kit.close_loop()
+        self.kit.close()
+
+
+def collector_role(
+    scheduler: Scheduler,
+    config: RunConfig,
+    folder: Path,
+    *,
+    kit: AgentKit | None = None,
+    generator: Generator | None = None,
+    prepare: Callable[[ActorHandle[CollectorRole]], Awaitable[None]] | None = None,
+    on_restart: OnRestart | None = None,
+) -> ActorRole[CollectorRole]:
+    """The collector of a run; `prepare` introduces each new one to the replicas."""
+
+    async def start() -> ActorHandle[CollectorRole]:
+        actor = scheduler.actor(CollectorRole, num_cpus=0).remote(
+            config, folder, kit=kit, generator=generator
+        )
+        async with getting_ready(scheduler, actor, "collector", config.cluster.start_s) as handle:
+            await handle.call(CollectorRole.heartbeat)
+            if prepare is not None:
+                await prepare(handle)
+        return handle
+
+    return ActorRole("collector", "collector", scheduler, start, on_restart=on_restart)

@@ -1,0 +1,183 @@
+"""A replica that somebody else started: a `nanoinfer.server` at an address, as a client of it.
+
+    replica = HttpReplica(url="http://127.0.0.1:8000", api_key=key)
+    router.set_replicas({"r0": ActorClient(handle), "outside": replica})
+
+It has the calls of a `Replica` that a run needs, so whoever drives replicas drives it as well. Each
+call is a connection of its own on the running event loop; closing that aborts the request there.
+Weights reach the server through a folder below its --weights-root: the `disk` transport, in full.
+
+Left out: starting and ending the server, proxies that answer in chunks, and a server that hangs
+while it keeps its connections: that is found out after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from nanoinfer.options.outputs import output_from_json
+from nanoinfer.params import Output, SamplingParams
+from nanorl.distributed.roles.replica_clients import ReplicaLost
+from nanorl.distributed.weights.disk import DiskOffer
+from nanorl.distributed.weights.offer import (
+    BaseVersionMissing,
+    Offer,
+    WeightReceiver,
+    WeightsRefused,
+)
+from nanorl.options.bounds import check_number
+
+_ELSEWHERE = {
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+
+class ServerRefusedError(ValueError):
+    """The server answered that the request cannot be served: its status, and what it says."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpReplica:
+    """A server's address. It can be pickled."""
+
+    engine: ClassVar[str] = "nanoinfer.server"
+    """What answers there, for people."""
+    note: ClassVar[str] = ""
+    """What a run says when it begins to use one."""
+
+    url: str
+    """http://host:port, or https."""
+    api_key: str | None = None
+    """What the server's --admin-key-file holds; without it weights and drains are refused."""
+    timeout_s: float = 600.0
+    """A call that takes longer counts as lost."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url={self.url!r}: must look like http://127.0.0.1:8000")
+        check_number("timeout_s=", self.timeout_s, 0, is_open=True)
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    async def generate(
+        self, ids: list[int], params: SamplingParams, name: str, sampled: Output | None
+    ) -> Output:
+        """See `ReplicaClient`. A drained server hands `sampled` back as it is."""
+        body = {
+            "request_id": name,
+            "token_ids": ids,
+            "sampling_params": asdict(params),
+            "return_output": True,
+        }
+        if sampled is not None:
+            body["sampled"] = asdict(sampled)
+        try:
+            answer = await self._call("/inference/v1/generate", body)
+        except ServerRefusedError as error:
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
+            return sampled if sampled is not None else Output(finish_reason="abort")
+        return output_from_json(answer["choices"][0]["output"])
+
+    async def load_weights(self, receiver: WeightReceiver, offer: Offer) -> float:
+        """As of `Replica`; the offer must be of a folder that the server can read."""
+        start = perf_counter()
+        if not isinstance(offer, DiskOffer):
+            raise WeightsRefused(
+                f"{self.url}: a server at an address takes weights from a folder; choose the "
+                f"transport disk, not {type(offer).__name__}"
+            )
+        if offer.base_version is not None:
+            raise BaseVersionMissing(f"{self.url}: a server takes whole versions")
+        # A seal is the checksum under an XOR, so sealing it again uncovers that.
+        checksums = {entry.name: entry.sealed(entry.seal).seal for entry in offer.entries}
+        body = {"path": offer.folder, "version": offer.version, "checksums": checksums}
+        try:
+            await self._call("/update_weights", body)
+        except ServerRefusedError as error:
+            raise WeightsRefused(f"{self.url}: {error}") from error
+        return perf_counter() - start
+
+    async def drain(self) -> None:
+        """As of `Replica`, but the server's owner can `/resume` it."""
+        await self._call("/drain", {})
+
+    async def sleep(self) -> None:
+        await self._call("/sleep", {})
+
+    async def wake(self) -> None:
+        await self._call("/wake", {})
+
+    async def heartbeat(self) -> dict[str, float]:
+        """As of `Replica`."""
+        beat: dict[str, float] = await self._call("/heartbeat", {})
+        return beat
+
+    async def ready(self, temperature: float) -> None:
+        """ValueError, or whatever a call raises, unless rollouts can be drawn here at this
+        temperature."""
+        await self.heartbeat()
+
+    async def _call(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON answer. `ReplicaLost` if there is none."""
+        status, raw = await self._asked(path, json.dumps(body).encode())
+        try:
+            answer = json.loads(raw)
+        except ValueError as error:
+            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if status == HTTPStatus.OK:
+            return answer
+        message = f"{self.url}{path} answered {status}: {answer['error']['message']}"
+        if status in _ELSEWHERE:
+            raise ReplicaLost(message)
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise RuntimeError(message)
+        raise ServerRefusedError(status, message)
+
+    async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
+        """(status, body) of one answer. `ReplicaLost` if there is none."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._exchange(path, payload, method)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    async def _exchange(self, path: str, payload: bytes, method: str) -> tuple[int, bytes]:
+        """(status, body) over a connection of its own."""
+        parts = urlsplit(self.url)
+        is_tls = parts.scheme == "https"
+        port = parts.port or (443 if is_tls else 80)
+        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
+        try:
+            lines = [
+                f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
+                f"Host: {parts.netloc}",
+                "Content-Type: application/json",
+                f"Content-Length: {len(payload)}",
+                "Connection: close",
+            ]
+            if self.api_key is not None:
+                lines.append(f"Authorization: Bearer {self.api_key}")
+            writer.write("\r\n".join([*lines, "", ""]).encode() + payload)
+            await writer.drain()
+            first, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+            headers = {line.split(":")[0].lower(): line.split(":")[-1] for line in fields if line}
+            body = await reader.readexactly(int(headers.get("content-length", "")))
+            return int(first.split()[1]), body
+        finally:
+            writer.close()

@@ -1,1 +1,0 @@
-"""HTTP of environments and agents, recorded and replayed. Start at service.py; docs/network.md."""

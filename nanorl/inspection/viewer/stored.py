@@ -1,0 +1,94 @@
+"""Which rollouts a page shows (`Selection`), and a store that is opened for looking alone.
+
+    with open_for_reading("runs/tiny-seed0/rollouts.sqlite") as store:
+        chosen = Selection(outcome="wrong", order="longest", limit=100)
+        entries, total = store.page(chosen.where(), order=chosen.order, limit=chosen.limit)
+
+A file is opened for reading alone: WAL lets a reader and the writer go on beside each other, and
+every question is one short transaction, so that the writer's checkpoints are not held up.
+Left out: searching in texts, which are tokens in the store (pages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from nanorl.observability.store import Entry, Filter, OldSchemaError, RolloutStore
+from nanorl.observability.store.filter import Condition
+from nanorl.observability.store.listing import NEWEST, ORDERS
+from nanorl.types import Status
+
+OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "right": "status=finished, success",
+        "wrong": "status=finished, reward<1",
+        "cut": "status~truncated",
+        "failed": "status=failed",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which rollouts, in which order, and which part of that list. ValueError for unknown words.
+
+    `task` is a part of the task's id, `steps` the first and the last; `slice` is written as for
+    `nanorl store --where`.
+    """
+
+    steps: tuple[int, int] | None = None
+    kind: str = ""
+    task: str = ""
+    task_id: str = ""
+    group_id: str = ""
+    outcome: str = ""
+    slice: str = ""
+    order: str = NEWEST
+    offset: int = 0
+    limit: int = 100
+
+    def __post_init__(self) -> None:
+        for name, known in (("order", ORDERS), ("outcome", {"": "", **OUTCOMES})):
+            if getattr(self, name) not in known:
+                words = ", ".join(filter(None, known))
+                raise ValueError(f"{name} {getattr(self, name)!r}: one of {words}")
+        if self.offset < 0 or not 0 < self.limit <= 1000:
+            raise ValueError(
+                f"offset {self.offset}, limit {self.limit}: offset must not be negative, limit "
+                "must be 1 to 1000"
+            )
+        self.where()
+
+    def where(self) -> Filter:
+        """The rollouts, as the store is asked for them."""
+        equal = {"kind": self.kind, "task": self.task_id, "group": self.group_id}
+        chosen = Filter.parse(OUTCOMES.get(self.outcome, "")) & Filter.parse(self.slice)
+        chosen &= Filter.of(**{name: value or None for name, value in equal.items()})
+        if self.steps is not None:
+            chosen &= Filter((Condition("step", "..", self.steps),))
+        if self.task:
+            chosen &= Filter((Condition("task", "~", (self.task,)),))
+        return chosen
+
+
+def open_for_reading(address: str | Path) -> RolloutStore:
+    """The store. One that an earlier version of this program wrote is brought to today's tables
+    first. StoreError where it is not there, or damaged, or would have to be brought to today's
+    tables and is a link: what it leads to may be no store at all."""
+    try:
+        return RolloutStore(address, is_read_only=True)
+    except OldSchemaError:
+        if Path(address).is_symlink():
+            raise
+        RolloutStore(address).close()
+        return RolloutStore(address, is_read_only=True)
+
+
+def outcome_of(entry: Entry) -> str:
+    """The name in OUTCOMES."""
+    if entry.status is Status.FINISHED:
+        return "right" if entry.reward >= 1.0 else "wrong"
+    return "failed" if entry.status is Status.FAILED else "cut"

@@ -1,0 +1,1 @@
+"""Alarms: findings about a run from its own numbers, said while it runs."""

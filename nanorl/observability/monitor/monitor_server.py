@@ -1,0 +1,261 @@
+"""The HTTP side of a run, inside its event loop.
+
+    GET    /metrics           for Prometheus
+    GET    /status            run and roles as JSON
+    POST   /scale             {"replicas": 3}                      control verbs
+    POST   /replicas          {"address": "http://gpu3:8000"}
+    DELETE /replicas/NAME
+
+All need Authorization: Bearer TOKEN, with the token of RUN/monitor.json; the first two take the key
+of --monitor.api-key-file as well. Other users of this machine reach its ports, and a run's figures
+and folder are nobody else's to know. A control verb answers when it is done, which for a drained
+replica takes as long as its requests; two of them wait for each other. A client that hangs up does
+not stop one.
+uvicorn runs as a task of the loop and takes no signal: Ctrl-C belongs to the run. It needs the
+extra `monitor` (prometheus_client, starlette, uvicorn, pydantic).
+Left out: TLS and users (put a proxy in front).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanoinfer.server.access import is_loopback, read_key
+from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
+from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
+from nanoinfer.server.listening import listen
+from nanorl.observability.monitor.board import RunBoard
+from nanorl.observability.monitor.exposition import make_registry
+from nanorl.observability.monitor.monitor_access import MonitorAccess
+from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.observability.monitor.monitor_control import ClusterControl, RoleStatus
+from nanorl.observability.monitor.readings import RoleReadings
+from nanorl.observability.report.metrics import to_jsonable
+
+LOG = logging.getLogger("nanorl.observability.monitor")
+_LIMITS = HttpLimits(max_body_bytes=1 << 16, max_connections=128)
+_CLOSE_S = 2  # a client that still reads when the run ends has so long
+_WILDCARDS = ("0.0.0.0", "::")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ScaleBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    replicas: int = Field(ge=0, le=1024)
+
+
+class AddBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    address: str = Field(max_length=1024)
+
+
+class MonitorServer:
+    """Routes over a board and a cluster; `readings` None: the run has one process."""
+
+    def __init__(
+        self, config: MonitorConfig, run_dir: Path, board: RunBoard, readings: RoleReadings | None
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._board = board
+        self._readings = readings
+        self._registry = make_registry(board, self._roles)
+        self._verb = asyncio.Lock()
+        self._logged: set[str] = set()
+        self._token = secrets.token_urlsafe(32)
+        self._read_key: str | None = None
+        self._access: MonitorAccess | None = None
+        self._server: ServerInLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> MonitorAccess:
+        """Listen, and write monitor.json. `ValueError` for an address that cannot be had, or a file
+        that holds no key."""
+        assert self._config.port is not None, "the server is off without a port"
+        self._read_key = read_key(self._config.api_key_file, flag="--monitor.api-key-file")
+        listener = listen(self._config.host, self._config.port, flags="--monitor.")
+        self._server = ServerInLoop(
+            uvicorn.Config(
+                self.starlette(),
+                http=limited_connection(_LIMITS),
+                ws="none",
+                lifespan="off",
+                log_config=None,  # it would set up logging for the whole process
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_CLOSE_S,
+            )
+        )
+        self._task = await serve_in_loop(self._server, listener)
+        self._access = MonitorAccess(
+            url=_url(self._config.host, listener.getsockname()[1]),
+            token=self._token,
+            pid=os.getpid(),
+        )
+        self._access.write(self._run_dir)
+        return self._access
+
+    async def close(self) -> None:
+        """Remove monitor.json and stop listening. A verb under way is cancelled."""
+        if self._access is not None:
+            self._access.remove(self._run_dir)
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            # What ended a server is no reason for a run to fail at its end.
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def starlette(self) -> Starlette:
+        routes = [
+            self._route("/metrics", self._metrics, "GET", is_control=False),
+            self._route("/status", self._status, "GET", is_control=False),
+            self._route("/scale", self._scale, "POST"),
+            self._route("/replicas", self._add, "POST"),
+            self._route("/replicas/{name:path}", self._remove, "DELETE"),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    def _route(self, path: str, handler: Handler, method: str, *, is_control: bool = True) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._check(request, is_control)
+                return await handler(request)
+            except Exception as error:
+                return self._explained(error).response()
+
+        return Route(path, endpoint, methods=[method])
+
+    def _check(self, request: Request, is_control: bool) -> None:
+        host = request.url.hostname or ""
+        if is_loopback(self._config.host) and not is_loopback(host):
+            # a web page's own name that was made to lead here
+            raise ApiError(403, f"host {host!r} is not this machine's")
+        given = request.headers.get("authorization", "").encode()
+        readers = [] if is_control or self._read_key is None else [self._read_key]
+        good = [f"Bearer {key}".encode() for key in (self._token, *readers)]
+        if not any([hmac.compare_digest(given, one) for one in good]):  # a list: all are compared
+            raise ApiError(
+                401, "wrong or missing token; send Authorization: Bearer TOKEN of monitor.json"
+            )
+
+    def _explained(self, error: Exception) -> ApiError:
+        """What the client is told. Only a `ValueError` is its own doing; a defect is logged once,
+        for whoever scrapes comes back every few seconds."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HungUpError):
+            return ApiError(499, "the client hung up")
+        if isinstance(error, ValueError):
+            return ApiError(400, str(error))
+        if isinstance(error, OSError):
+            return ApiError(502, f"no answer from there: {error}")
+        defect = f"{type(error).__name__}: {error}"
+        if defect not in self._logged:
+            self._logged.add(defect)
+            LOG.error("a request to the monitor failed", exc_info=error)
+        return ApiError(500, f"a defect of the run: {defect}")
+
+    def _roles(self) -> Sequence[RoleStatus]:
+        return self._readings.roles() if self._readings is not None else ()
+
+    # Reading
+
+    async def _metrics(self, request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"content-type": content_type})
+
+    async def _status(self, _: Request) -> Response:
+        return JSONResponse(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        board = self._board
+        return {
+            "run": str(self._run_dir),
+            "pid": os.getpid(),
+            "phase": board.phase,
+            "step": board.step,
+            "quiet_s": board.quiet_s,
+            "metrics": to_jsonable(board.metrics),
+            "idle": board.idle,
+            "roles": [to_jsonable(asdict(role)) for role in self._roles()],
+        }
+
+    # Control
+
+    async def _scale(self, request: Request) -> Response:
+        body: ScaleBody = await self._read(request, ScaleBody)
+        async with self._verb:
+            await self._cluster().scale(body.replicas)
+        return JSONResponse(self._state())
+
+    async def _add(self, request: Request) -> Response:
+        body: AddBody = await self._read(request, AddBody)
+        _check_address(body.address)
+        async with self._verb:
+            name = await self._cluster().add_replica(body.address)
+        return JSONResponse({"name": name} | self._state())
+
+    async def _remove(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        cluster = self._cluster()
+        async with self._verb:
+            known = sorted(role.name for role in cluster.roles() if role.kind == "replica")
+            if name not in known:
+                there = ", ".join(known) or "none"
+                raise ApiError(404, f"no replica is called {name!r}; there is: {there}", "name")
+            await cluster.remove_replica(name)
+        return JSONResponse(self._state())
+
+    async def _read(self, request: Request, model: type[Any]) -> Any:
+        return await read_body(request, model, _LIMITS.max_body_bytes, _LIMITS.body_timeout_s)
+
+    def _cluster(self) -> ClusterControl:
+        if self._readings is None:
+            raise ApiError(
+                409, "this run has one process; start it with --cluster.backend local or ray"
+            )
+        return self._readings.control
+
+
+def _url(host: str, port: int) -> str:
+    """The URL by which a client reaches it; this machine's name where it listens on all."""
+    name = socket.gethostname() if host in _WILDCARDS else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def _check_address(address: str) -> None:
+    parts = urlsplit(address)
+    is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
+    scheme = parts.scheme.rpartition("+")[2]  # before it, vllm or sglang
+    if scheme not in ("http", "https") or not parts.hostname or not is_bare:
+        raise ApiError(
+            400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
+        )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for that class"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = ApiError(error.status_code, message).response()
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,364 @@
+"""`RecordingServer`: an HTTP server whose every key is an episode.
+
+    POST /v1/chat/completions  /v1/responses  /v1/messages     the dialects of APIs
+    POST /v1/messages/count_tokens
+    POST /inference/v1/generate                                token ids in, token ids out
+    GET  /v1/models
+    POST /episode                                              its answer; its reward, from a scorer
+
+    server = RecordingServer(model="smollm2", max_model_len=512)
+    async with server.episode(recording) as session:
+        client = AsyncOpenAI(base_url=session.openai_url, api_key=session.key)
+
+It runs as a task of the loop that plays the rollouts, and listens on the loopback unless told
+otherwise. A key is good for as long as its episode, and leads nowhere else. The same routes stand
+behind `/KEY`, for clients that cannot send one. An answer is recorded, and counts as a call, right
+before the first byte of it is sent; one whose client hung up by then is aborted and forgotten.
+Left out: streams that begin before the answer ends (each arrives as a stream, all at once).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
+from nanoinfer.dialects.sse import event_stream
+from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
+from nanoinfer.server.http_io import (
+    SHOWN_BYTES,
+    ApiError,
+    HungUpError,
+    in_proportion,
+    parse_object,
+    read_bytes,
+    while_connected,
+)
+from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
+from nanoinfer.server.listening import listen
+from nanorl.serving.endpoint.recording import Recording, Sampled
+from nanorl.serving.endpoint.report import EpisodeReport, ReportRules, read_report
+from nanorl.serving.endpoint.token_calls import read_token_call, token_answer
+from nanorl.types import InfrastructureError
+from nanosched.node_address import LOOPBACK, node_address
+
+LOG = logging.getLogger("nanorl.serving.endpoint")
+WILDCARDS = ("0.0.0.0", "::")
+MAX_CALLS_AT_ONCE = 64
+Work = Callable[["ApiSession", Request, bytes], Coroutine[Any, Any, Response]]
+
+
+@dataclass(eq=False)
+class ApiSession:
+    """The way into one episode."""
+
+    recording: Recording
+    url: str
+    """Of the server, without a path: the base URL of Anthropic's clients."""
+    key: str
+    """Of this episode alone."""
+    report: EpisodeReport = field(default_factory=EpisodeReport)
+    """What was said of the episode by HTTP."""
+    calls: set[asyncio.Task[Response]] = field(default_factory=set)
+    """Those under way."""
+    num_open: int = 0
+    """Requests that have begun, those whose body still comes included."""
+    is_over: bool = False
+
+    @contextmanager
+    def counted(self, most: int) -> Iterator[None]:
+        """A request, from its head to its answer. ApiError 429 where `most` are open."""
+        if self.num_open >= most:
+            raise ApiError(
+                429,
+                f"an episode has at most {most} calls at once (agent.max_calls_at_once); try again",
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    async def run(self, work: Coroutine[Any, Any, Response]) -> Response:
+        """Do the work of a call; it ends with the episode, and then is an ApiError."""
+        if self.is_over:  # while the body of the call came
+            work.close()
+            raise _no_episode()
+        task = asyncio.create_task(work)
+        self.calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.is_over:
+                raise _no_episode() from None
+            raise
+        finally:
+            self.calls.discard(task)
+
+    async def end(self) -> None:
+        """Abort the calls under way: when this returns, nothing is recorded any more."""
+        self.is_over = True
+        calls = list(self.calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL of OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    @property
+    def keyed_url(self) -> str:
+        """A base URL that holds the key, for clients which send none."""
+        return f"{self.url}/{self.key}"
+
+
+class RecordingServer:
+    """Listens from the first episode on, until `close`."""
+
+    def __init__(
+        self,
+        dialects: Iterable[Dialect],
+        *,
+        model: str,
+        max_model_len: int,
+        host: str = LOOPBACK,
+        limits: HttpLimits | None = None,
+        max_calls_at_once: int = MAX_CALLS_AT_ONCE,
+        scoring: ReportRules | None = None,
+    ) -> None:
+        """`model` is the name that clients see; whatever name they ask for, they get it."""
+        self.sessions: dict[str, ApiSession] = {}
+        self._dialects = list(dialects)
+        self._model, self._max_model_len, self._host = model, max_model_len, host
+        self._limits = limits or HttpLimits(request_timeout_s=3600.0)
+        self._max_calls_at_once = max_calls_at_once
+        self._scoring = scoring or ReportRules()
+        self._server: ServerInLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def episode(self, recording: Recording) -> AsyncIterator[ApiSession]:
+        """A session, whose key is good until the end of the block."""
+        session = ApiSession(recording, await self._url(), f"nano-{secrets.token_urlsafe(24)}")
+        self.sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            del self.sessions[session.key]
+            await session.end()
+
+    async def close(self) -> None:
+        """Stop listening; open connections are closed."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._server = self._task = self._listener = None
+
+    async def _url(self) -> str:
+        """The server's URL; it is started if it does not listen in this event loop."""
+        async with self._starting:
+            if self._task is None or self._task.done() or self._is_of_another_loop():
+                self._listener = listen(self._host, 0, flags="--agent.")
+                self._server = ServerInLoop(
+                    uvicorn.Config(
+                        self.starlette(),
+                        http=limited_connection(self._limits),
+                        ws="none",
+                        lifespan="off",
+                        log_config=None,
+                        access_log=False,
+                        timeout_keep_alive=KEEP_ALIVE_S,
+                        timeout_graceful_shutdown=1,
+                    )
+                )
+                self._task = await serve_in_loop(self._server, self._listener)
+        assert self._listener is not None, "it listens"
+        name = node_address() if self._host in WILDCARDS else self._host
+        shown = f"[{name}]" if ":" in name else name
+        return f"http://{shown}:{self._listener.getsockname()[1]}"
+
+    def _is_of_another_loop(self) -> bool:
+        assert self._task is not None, "it was started"
+        return self._task.get_loop() is not asyncio.get_running_loop()
+
+    # Routes
+
+    def starlette(self) -> Starlette:
+        """The application, for tests too."""
+        routes = [
+            Route(one.path, self._answering(one, self._call(one)), methods=["POST"])
+            for one in self._dialects
+        ]
+        routes += [
+            Route(one.count_path, self._answering(one, self._count(one)), methods=["POST"])
+            for one in self._dialects
+            if isinstance(one, CountingDialect)
+        ]
+        first = self._dialects[0]
+        routes += [
+            Route("/inference/v1/generate", self._answering(first, self._tokens), methods=["POST"]),
+            Route("/episode", self._answering(first, self._report), methods=["POST"]),
+            Route("/v1/models", self._answering(first, self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._answering(first, self._models), methods=["GET"]),
+        ]
+        return Starlette(
+            routes=[*routes, Mount("/{key}", routes=routes)],
+            exception_handlers={HTTPException: _no_route},
+        )
+
+    def _answering(self, dialect: Dialect, work: Work) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose errors are told in the dialect's own form."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                session = self._session(request, dialect)
+                with self._counted(session, request):
+                    raw = await self._body(session, request)
+                    answering = work(session, request, raw)
+                    return await while_connected(
+                        request.receive, session.run(answering), self._limits.request_timeout_s
+                    )
+            except Exception as error:
+                told = _told(error)
+                return JSONResponse(dialect.error(told), told.status, told.headers)
+
+        return endpoint
+
+    def _counted(self, session: ApiSession, request: Request) -> AbstractContextManager[None]:
+        """An agent that keeps its episode busy keeps no scorer from reporting."""
+        if self._scoring.is_scorer(request.headers):
+            return nullcontext()
+        return session.counted(self._max_calls_at_once)
+
+    async def _body(self, session: ApiSession, request: Request) -> bytes:
+        if request.method != "POST":
+            return b""
+        most, limits = session.recording.max_body_bytes, self._limits
+        try:
+            return await read_bytes(
+                request, min(most, limits.max_body_bytes), limits.body_timeout_s
+            )
+        except ApiError as error:
+            is_too_long = error.status == 413 and most < limits.max_body_bytes
+            raise session.recording.too_long() if is_too_long else error from None
+
+    def _session(self, request: Request, dialect: Dialect) -> ApiSession:
+        """The key may stand in the URL or in any API's header: some paths are of no one API."""
+        keys = [one.key(request.headers) for one in (dialect, *self._dialects)]
+        for key in (request.path_params.get("key"), *keys):
+            if key in self.sessions:
+                return self.sessions[key]
+        raise _no_episode()
+
+    def _call(self, dialect: Dialect) -> Work:
+        async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
+            call = await in_proportion(len(raw), lambda: dialect.read(parse_object(raw)))
+            name = uuid.uuid4().hex
+            async with session.recording.answering(call, name) as sampled:
+                answer = self._answer(sampled, name)
+
+                def written() -> Response:
+                    if call.is_streamed:
+                        return event_stream(dialect.events(call, answer))
+                    return JSONResponse(dialect.write(call, answer))
+
+                num_shown = answer.num_sampled_tokens * (1 + (call.num_top or 0))
+                return await in_proportion(num_shown * SHOWN_BYTES, written)
+
+        return work
+
+    def _count(self, dialect: CountingDialect) -> Work:
+        async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
+            call = await in_proportion(len(raw), lambda: dialect.read_count(parse_object(raw)))
+            ids = await session.recording.prompt_ids(call)
+            return JSONResponse(dialect.write_count(len(ids)))
+
+        return work
+
+    def _answer(self, sampled: Sampled, name: str) -> ApiAnswer:
+        return ApiAnswer(
+            id=name,
+            model=self._model,
+            created=int(time.time()),
+            num_prompt_tokens=len(sampled.ids),
+            replies=sampled.replies,
+        )
+
+    async def _tokens(self, session: ApiSession, request: Request, raw: bytes) -> Response:
+        asked = await in_proportion(
+            len(raw), lambda: read_token_call(parse_object(raw), session.recording)
+        )
+        async with session.recording.completing(asked.token_ids, asked.params) as outputs:
+            num_shown = sum(len(one.ids) for one in outputs) * (1 + asked.params.top_logps)
+            return await in_proportion(
+                num_shown * SHOWN_BYTES, lambda: JSONResponse(token_answer(asked, outputs))
+            )
+
+    async def _report(self, session: ApiSession, request: Request, raw: bytes) -> Response:
+        said = read_report(parse_object(raw))
+        try:
+            self._scoring.check(said, request.headers, session.report.metrics)
+        except ApiError as error:
+            session.recording.metrics["refused_rewards"] += error.status == 403
+            raise
+        session.report.take(said)
+        return JSONResponse({"num_calls": session.recording.num_answers})
+
+    async def _models(self, session: ApiSession, request: Request, raw: bytes) -> Response:
+        model = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "nanorl",
+            "max_model_len": self._max_model_len,
+        }
+        if "name" in request.path_params:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+def _no_episode() -> ApiError:
+    return ApiError(
+        401,
+        "this API key is of no episode that is being played; use the one that the episode was "
+        "given, and not after its end",
+        code="invalid_api_key",
+    )
+
+
+def _told(error: Exception) -> ApiError:
+    """What the client is told; what is not its doing is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HungUpError):
+        return ApiError(499, "the client hung up")
+    LOG.error("a call failed", exc_info=error)
+    status = 503 if isinstance(error, InfrastructureError) else 500
+    return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for that class"
+    return ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    ).response()

@@ -1,9 +1,0 @@
-"""Every rollout of a run, found by step, task, type, version, status, hash and what happened in a
-turn: SQLite by default, PostgreSQL where many runs share a database. See docs/store.md."""
-
-from nanorl.store.database import OldSchemaError, StoreError
-from nanorl.store.filter import Filter
-from nanorl.store.rows import Entry, content_hash
-from nanorl.store.store import RolloutStore
-
-__all__ = ["Entry", "Filter", "OldSchemaError", "RolloutStore", "StoreError", "content_hash"]
