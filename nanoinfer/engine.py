@@ -22,11 +22,18 @@ from typing import Any
 from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
+from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
-from nanoinfer.engine_core import EngineCore
+from nanoinfer.engine_core import EngineCore, EngineParts
+from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output, SamplingParams
+from nanoinfer.scheduler import BatchScheduler
 from nanoinfer.sequence import Sequence
 
+_PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
+_SIZES = "nanoinfer.gpu.sizes:sized"
+_KEEP = "nanoinfer.variants.in_flight:keep_all"
 _DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain
 _LOAD = "nanoinfer.variants.weight_updates:load_weights"
 _CHECK = "nanoinfer.variants.invariants:check"
@@ -34,8 +41,6 @@ _CHECK = "nanoinfer.variants.invariants:check"
 
 class LLMEngine(EngineCore):
     """Continuous batching over a paged cache. `version` is the policy version of the weights."""
-
-    config: InferConfig
 
     def __init__(
         self,
@@ -46,7 +51,16 @@ class LLMEngine(EngineCore):
     ) -> None:
         """`tokenizer`, a `ChatTokenizer`, is for requests that name texts: stop texts, grammars,
         `detokenize`."""
-        super().__init__(model, config, version)
+        is_on_cpu = model.device.type == "cpu"
+        self.config: InferConfig
+        self.config = config.sized() if is_on_cpu else resolve_name(_SIZES)(config, model)
+        is_whole = model.split.size == 1 and not model.batch_invariant
+        is_plain = config.is_plain and is_on_cpu and is_whole
+        make_parts = _plain_parts if is_plain else resolve_name(_PARTS)
+        parts: EngineParts = make_parts(model, self.config)
+        if config.in_flight == "keep":
+            parts = parts._replace(keep=resolve_name(_KEEP))
+        super().__init__(model, parts, version)
         self.tokenizer = tokenizer
         self._eos_ids = model.config.eos_ids if config.eos_ids is None else config.eos_ids
         self._next_handle = 0
@@ -234,6 +248,22 @@ class LLMEngine(EngineCore):
     def check(self) -> None:
         """Debug: assert the invariants of scheduler and block manager."""
         resolve_name(_CHECK)(self._scheduler)
+
+
+def _plain_parts(model: Transformer, config: InferConfig) -> EngineParts:
+    """The parts for a dense model, whole, on a CPU."""
+    num_blocks, block_size = config.num_blocks, config.block_size
+    if num_blocks is None:
+        num_blocks = KVCache.blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
+    blocks = BlockManager(num_blocks, block_size, config.prefix_caching)
+    scheduler = BatchScheduler(blocks, config.max_batch_tokens, config.max_num_seqs)
+    layout = CacheLayout(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        populate=config.populate_cache,
+    )
+    return EngineParts(blocks, scheduler, ModelRunner(model, KVCache(model.config, layout)))
 
 
 def _integers(ids: Ids[int]) -> list[int]:

@@ -10,41 +10,36 @@ Of a model that is trained in this process there is no copy: the trainer writes 
 refuses to run a step, so no token is ever sampled by weights that have none. `sleep` gives the
 cache's memory to somebody else (a trainer on the same device) until `wake`.
 
-What callers ask beside that is engine.py `LLMEngine`. What few requests ask is in
-nanoinfer/options/, engines of other kinds in nanoinfer/variants/: both come in by their names.
+`LLMEngine` (engine.py) makes the parts, takes requests and has all that callers ask beside.
 Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 from kernels.memory import release_memory
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import Batch, RunnerOutput
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.engine_options import EngineOptions
-from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
 
-_PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
-_KEEP = "nanoinfer.variants.in_flight:keep_all"
-
 
 class EngineParts(NamedTuple):
-    """What an engine is made of; `config` has all its sizes."""
+    """What an engine is made of."""
 
-    config: EngineOptions
     blocks: BlockManager
     scheduler: BatchScheduler
     runner: ModelRunner
+    keep: Callable[[BatchScheduler, int], None] | None = None
+    """Called when new weights come after those of that version, where the cache of running requests
+    stays; None: it is computed again."""
 
 
 class EngineCore:
@@ -56,19 +51,15 @@ class EngineCore:
     one rank lead the others.
     """
 
-    def __init__(self, model: Transformer, config: EngineOptions, version: int = 0) -> None:
+    def __init__(self, model: Transformer, parts: EngineParts, version: int = 0) -> None:
         self.model = model
         self.version = version
         self.is_paused = False
         self.is_asleep = False
-        is_plain = config.is_plain and model.device.type == "cpu"
-        is_whole = model.split.size == 1 and not model.batch_invariant
-        make_parts = _plain_parts if is_plain and is_whole else resolve_name(_PARTS)
-        parts: EngineParts = make_parts(model, config)
-        self.config, self._blocks, self._scheduler, self._runner = parts
+        self._blocks, self._scheduler, self._runner, self._keep = parts
         self._blocks.flush(version)
         longest = self._runner.cache.blocks_per_seq
-        self._batch = Batch(parts.config.max_num_seqs, longest, parts.config.block_size)
+        self._batch = Batch(self._scheduler.max_num_seqs, longest, self._blocks.block_size)
         self._sequences: dict[int, Sequence] = {}
         self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
         self._metrics = Metrics()
@@ -145,10 +136,10 @@ class EngineCore:
     def _start_version(self, version: int) -> None:
         # What is cached are keys and values of the old weights: a request that goes on reads its
         # tokens again, unless its owner would rather have it quickly than have it right.
-        if self.config.in_flight == "keep":
-            resolve_name(_KEEP)(self._scheduler, self.version)
-        else:
+        if self._keep is None:
             self._scheduler.restart_all()
+        else:
+            self._keep(self._scheduler, self.version)
         for seq in self._sequences.values():
             seq.start_version()
         self._blocks.flush(version)
@@ -183,23 +174,6 @@ class EngineCore:
             release_memory()  # what the sleeper's neighbour has freed meanwhile
             self._runner.wake()
             self.is_asleep = False
-
-
-def _plain_parts(model: Transformer, config: EngineOptions) -> EngineParts:
-    """The parts for a dense model, whole, on a CPU."""
-    config, block_size = config.sized(), config.block_size
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        num_blocks = KVCache.blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
-    blocks = BlockManager(num_blocks, block_size, config.prefix_caching)
-    scheduler = BatchScheduler(blocks, config.max_batch_tokens, config.max_num_seqs)
-    layout = CacheLayout(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=model.dtype,
-        populate=config.populate_cache,
-    )
-    return EngineParts(config, blocks, scheduler, ModelRunner(model, KVCache(model.config, layout)))
 
 
 def _take(

@@ -10,7 +10,6 @@ from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
 from nanoinfer.engine_core import EngineParts
 from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
-from nanoinfer.gpu.sizes import sized
 from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.variants.fp8_cache import cache_dtype, make_cache
 from nanoinfer.variants.full_runner import FullRunner
@@ -18,14 +17,14 @@ from nanoinfer.variants.speculative import Drafter, DraftingScheduler
 
 
 def make_parts(model: Transformer, config: InferConfig) -> EngineParts:
-    """The parts of an engine over that model. It is quantised here where the config says so."""
-    config = sized(config, model)
+    """The parts of an engine over that model, with all sizes chosen. It is quantised here where the
+    config says so."""
     num_blocks = count_blocks(model, config)
     blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
     drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
     sizes = (config.max_batch_tokens, config.max_num_seqs)
     scheduler = DraftingScheduler(blocks, *sizes, drafter)
-    return EngineParts(config, blocks, scheduler, make_runner(model, config, num_blocks))
+    return EngineParts(blocks, scheduler, make_runner(model, config, num_blocks))
 
 
 def count_blocks(model: Transformer, config: InferConfig) -> int:

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args
 
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.config import ComputeConfig
-from nanoinfer.config import Quantization
-from nanoinfer.engine_options import StepSizes, WeightUpdates
+from nanoinfer.config import Quantization, StepSizes, WeightUpdates
 from nanorl.options.bounds import NATURAL, POSITIVE, Bound, check_record, require
 
 

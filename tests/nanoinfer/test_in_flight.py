@@ -15,9 +15,8 @@ from tiny_models import make_reference, save_reference
 
 from nanoengine.formats.hf import load_model
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.config import InferConfig
+from nanoinfer.config import InferConfig, InFlight
 from nanoinfer.engine import LLMEngine
-from nanoinfer.engine_options import InFlight
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 
