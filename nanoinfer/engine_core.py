@@ -32,7 +32,7 @@ from nanoinfer.sequence import Sequence
 
 
 class EngineParts(NamedTuple):
-    """What an engine is made of."""
+    """The parts that an engine is made of."""
 
     blocks: BlockManager
     scheduler: BatchScheduler
