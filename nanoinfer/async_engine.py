@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.parallel.device import worker_thread
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.engine_loop import EngineLoop
 from nanoinfer.params import Output, SamplingParams
@@ -99,7 +100,13 @@ class AsyncEngine(EngineLoop):
     async def leave(self, handle: int) -> None:
         """The caller is gone: a request that is still in flight is aborted."""
         del self._names[handle]
-        await super().leave(handle)
+        if self._callers.pop(handle, None) is not None:
+            # A cancellation that is repeated meanwhile must not leave the request in the batch.
+            await to_the_end(self._abort(handle))
+
+    async def _abort(self, handle: int) -> None:
+        async with self._between_steps:
+            self.engine.abort(handle)
 
     async def abort(self, name: str | None = None) -> int:
         """End the requests of that name, or all, between two steps; how many. Their callers get

@@ -14,6 +14,7 @@ import operator
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
 from nanoinfer.engine_core import EngineCore, EngineParts
 from nanoinfer.kv_cache import CacheLayout, KVCache
@@ -232,7 +234,8 @@ class LLMEngine(EngineCore):
     def metrics(self) -> dict[str, float]:
         """The totals of `Metrics`, and the state of queues and cache."""
         used = self._blocks.num_blocks - self._blocks.num_free
-        return self._metrics.to_dict() | {
+        totals = {name: float(value) for name, value in asdict(self._metrics).items()}
+        return totals | {
             "num_running": float(len(self._scheduler.running)),
             "num_waiting": float(len(self._scheduler.waiting)),
             "num_preemptions": float(self._scheduler.num_preemptions),
@@ -254,7 +257,7 @@ def _plain_parts(model: Transformer, config: InferConfig) -> EngineParts:
     """The parts for a dense model, whole, on a CPU."""
     num_blocks, block_size = config.num_blocks, config.block_size
     if num_blocks is None:
-        num_blocks = KVCache.blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
+        num_blocks = blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
     blocks = BlockManager(num_blocks, block_size, config.prefix_caching)
     scheduler = BatchScheduler(blocks, config.max_batch_tokens, config.max_num_seqs)
     layout = CacheLayout(

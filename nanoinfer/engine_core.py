@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kernels.memory import release_memory
@@ -207,6 +207,3 @@ class Metrics:
     num_weight_updates: int = 0
     step_s: float = 0.0
     update_s: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        return {name: float(value) for name, value in asdict(self).items()}

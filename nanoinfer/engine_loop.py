@@ -45,16 +45,6 @@ class EngineLoop:
             self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
         return handle
 
-    async def leave(self, handle: int) -> None:
-        """The caller is gone: a request that is still in flight is aborted."""
-        if self._callers.pop(handle, None) is not None:
-            # A cancellation that is repeated meanwhile must not leave the request in the batch.
-            await to_the_end(self._abort(handle))
-
-    async def _abort(self, handle: int) -> None:
-        async with self._between_steps:
-            self.engine.abort(handle)
-
     async def sleep(self) -> None:
         """`EngineCore.sleep` between two steps; requests wait until `wake`."""
         self._bind()

@@ -102,27 +102,6 @@ class KVCache:
         """The scales of a layer's keys and values: none, they are stored as they are."""
         return None, None
 
-    @staticmethod
-    def bytes_per_block(
-        config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
-    ) -> int:
-        """The memory of one block on one rank. `dtype` is the cache's."""
-        per_token = 2 * config.num_layers * config.num_kv_heads // tp * config.head_dim
-        return per_token * block_size * dtype.itemsize
-
-    @staticmethod
-    def blocks_in(
-        cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
-    ) -> int:
-        """Count the blocks that `cache_bytes` hold. `ValueError` if they hold none."""
-        size = KVCache.bytes_per_block(config, block_size, dtype, tp=tp)
-        if cache_bytes < size:
-            raise ValueError(
-                f"cache_bytes={cache_bytes}: one block of {block_size} tokens takes {size} bytes; "
-                "give at least that"
-            )
-        return cache_bytes // size
-
 
 class PagedContext:
     """Attention of one step, S sequences. Left out: gradients."""

@@ -7,10 +7,11 @@ import torch
 from nanoengine.architectures.quantized import quantize, quantize_head
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
 from nanoinfer.engine_core import EngineParts
 from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
-from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.kv_cache import CacheLayout
 from nanoinfer.variants.fp8_cache import cache_dtype, make_cache
 from nanoinfer.variants.full_runner import FullRunner
 from nanoinfer.variants.speculative import Drafter, DraftingScheduler
@@ -33,7 +34,7 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
         return config.num_blocks
     dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
     tp = model.split.size
-    return KVCache.blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
+    return blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
 
 
 def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> FullRunner:
