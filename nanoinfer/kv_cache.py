@@ -12,7 +12,6 @@ Next: model_runner.py (who calls this), kernels/paged/paged_attention.py (the at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from kernels.cpp.ops import QueryTiles
 from kernels.kv_cache import PagedPlan, cache_rows, index_dtype, keys_in_runs
 from kernels.memory import Scratch
 from nanoengine.model.config import ModelConfig
-from nanoinfer.batch import StepInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +141,6 @@ class PagedContext:
                 scratch=cache.scratch,
             )
             self._rows = cache_rows(slots_T, values)
-
-    @classmethod
-    def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
-        """The attention of a step on a CPU."""
-        longest = max(b - a for a, b in pairwise(step.query_starts))
-        where = (step.slots_T, step.query_starts, step.seq_lens, step.block_tables)
-        return cls(cache, *where, longest, max(step.seq_lens))
 
     @property
     def native(self) -> tuple[Tensor, QueryTiles] | None:
