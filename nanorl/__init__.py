@@ -8,10 +8,11 @@
 
     nanorl.train("smollm2", env=Shout, steps=20)
 
-docs/environments.md says what else an environment may do. Inside, the root is the book: a GRPO step,
-from rollouts to new weights. Read it in this order.
+docs/environments.md says what else an environment may do. Inside, the root is the book: a GRPO
+step, from rollouts to new weights. Read it in this order.
 
-types.py            tasks and rollouts; finite.py: a reward is a number; fields.py: numbers of tokens
+types.py            tasks and rollouts; finite.py: a reward is a number
+fields.py           the numbers that travel with a token
 grpo.py             the algorithm, and the places where another may change a stage
 batching.py         groups become samples; group_advantage.py and policy_loss.py: what of
 batch_metrics.py    what a batch says of itself, and how far the two engines are apart

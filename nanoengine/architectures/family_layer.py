@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels import apply_rope, geglu, qk_norm_rope, rms_norm, swiglu
 from kernels.linear import InputRecipe
-from kernels.torch import geglu
 from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.formats.families import family_of
 from nanoengine.model.attention import AttentionContext
