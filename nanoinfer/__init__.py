@@ -13,7 +13,7 @@ Weights change in place between two steps, while requests are in flight.
 
 `LLM` is for scripts. A program with a model and token ids of its own makes an `LLMEngine`, one with
 coroutines an `AsyncEngine` around it; `python -m nanoinfer.server` speaks OpenAI's protocol.
-One step, in reading order: engine.py, sequence.py, block_manager.py, scheduler.py, batch.py,
+One step, in reading order: engine_core.py, sequence.py, block_manager.py, scheduler.py, batch.py,
 model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request through them. They
 are a dense model, whole, on a CPU, and import none of the rooms, which come in by their names:
 options/        what single requests ask: truncation, penalties, grammars, texts, scores, streams

@@ -1,12 +1,8 @@
 """`LLMEngine` for coroutines: each rollout awaits its own tokens, all are decoded together.
 
-A task on the running event loop drives the engine while there is work and yields to the loop after
-every step, so what tools have returned joins the next step. With `use_thread` (the default) a step
-runs in one worker thread and the loop goes on serving tools meanwhile; torch releases the
-interpreter inside its ops. Requests, aborts and weight updates take effect between steps.
-
-Event loops may follow one another (`asyncio.run` twice); what the last one left is aborted.
-Left out: several event loops at a time.
+engine_loop.py drives the engine. With `use_thread` (the default) a step runs in one worker thread
+and the loop goes on serving tools meanwhile. Requests have names here by which they are aborted,
+may be streamed, and wait while the engine is paused.
 """
 
 from __future__ import annotations
@@ -27,14 +23,17 @@ from torch import Tensor
 from nanoengine.parallel.device import worker_thread
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
+from nanoinfer.engine_loop import EngineLoop
 from nanoinfer.params import Output, SamplingParams
 
 T = TypeVar("T")
 _STREAM = "nanoinfer.options.streams:stream"
 
 
-class AsyncEngine:
+class AsyncEngine(EngineLoop):
     """One engine, one event loop at a time. Use as an async context manager, or call `close`."""
+
+    engine: LLMEngine
 
     def __init__(
         self,
@@ -43,19 +42,13 @@ class AsyncEngine:
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
         """`executor` is a thread of the caller's to run the steps in, instead of an own one."""
-        self.engine = engine
-        self._executor = executor
         self._owns_executor = executor is None
         if use_thread and executor is None:
             num_threads = torch.get_num_threads()  # else the worker's first op would set its own
-            self._executor = worker_thread("nanoinfer", engine.model.device, num_threads)
-        self._callers: dict[int, Any] = {}  # futures of outputs, or streams
-        self._names: dict[int, str | None] = {}  # of the same requests
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._between_steps = asyncio.Lock()
-        self._can_step = asyncio.Event()
+            executor = worker_thread("nanoinfer", engine.model.device, num_threads)
+        super().__init__(engine, executor)
+        self._names: dict[int, str | None] = {}  # of the requests in flight
         self._can_add = asyncio.Event()
-        self._driver: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
@@ -99,13 +92,9 @@ class AsyncEngine:
         """Queue a request whose result `caller` is given, a future or a stream; its handle."""
         self._bind()
         await self._can_add.wait()
-        # The engine has no locks of its own: whatever touches it waits for the end of the step that
-        # its thread runs.
-        async with self._between_steps:
-            handle = self.engine.add(ids, params, priority, sampled)
-            self._callers[handle], self._names[handle] = caller, name
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
+        add = partial(self.engine.add, ids, params, priority, sampled)
+        handle = await self.submit(caller, add)
+        self._names[handle] = name
         return handle
 
     async def leave(self, handle: int) -> None:
@@ -149,20 +138,6 @@ class AsyncEngine:
         if not self.engine.is_asleep:
             self._can_step.set()
 
-    async def sleep(self) -> None:
-        """`LLMEngine.sleep` between two steps; requests wait until `wake`."""
-        self._bind()
-        self._can_step.clear()
-        async with self._between_steps:
-            await self._call(self.engine.sleep)
-
-    async def wake(self) -> None:
-        self._bind()
-        async with self._between_steps:
-            await self._call(self.engine.wake)
-        if not self.engine.is_paused:
-            self._can_step.set()
-
     async def update_weights(
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
@@ -171,13 +146,6 @@ class AsyncEngine:
         async with self._answered(), self._between_steps:
             update = partial(self.engine.update_weights, is_finite=is_finite)
             await self._call(update, state, version)
-
-    async def adopt_weights(self, version: int) -> None:
-        """`LLMEngine.adopt_weights` between two steps; wakes an engine that slept meanwhile."""
-        self._bind()
-        async with self._between_steps:
-            await self._call(self.engine.adopt_weights, version)
-        await self.wake()  # the trainer needed its memory no longer than this
 
     @asynccontextmanager
     async def _answered(self, *, waits: bool = False) -> AsyncIterator[None]:
@@ -232,55 +200,13 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _bind(self) -> None:
-        """Make the running loop ours. Locks and futures of a loop that ended are of no use."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        if self._loop is not None and self._loop.is_running():
-            raise RuntimeError("another event loop is using this AsyncEngine: make one engine each")
-        for handle in self._callers:
-            self.engine.abort(handle)
-        self._callers.clear()
-        self._loop, self._driver = loop, None
-        self._between_steps, self._can_step = asyncio.Lock(), asyncio.Event()
+    def _renew(self) -> None:
+        super()._renew()
         self._can_add = asyncio.Event()
         self._can_add.set()
-        if not (self.engine.is_paused or self.engine.is_asleep):
-            self._can_step.set()
 
-    async def _drive(self) -> None:
-        while self._callers:
-            await self._can_step.wait()
-            async with self._between_steps:
-                try:
-                    finished = await self._call(self.engine.step)
-                except Exception as error:
-                    if not self._fail_all(error):
-                        raise
-                    continue
-            for handle, output in finished:
-                caller = self._callers.pop(handle, None)
-                if caller is not None and not caller.done():
-                    caller.set_result(output)
-            for handle, caller in self._callers.items():
-                if not isinstance(caller, asyncio.Future):  # a stream, which is fed as it grows
-                    caller.feed(self.engine.peek(handle))
-            await asyncio.sleep(0)  # callers that have their answer go on before the next step
-
-    def _fail_all(self, error: Exception) -> bool:
-        """Every caller gets the step's error: their requests cannot go on. False if none waits."""
-        is_heard = False
+    def _answer(self, finished: list[tuple[int, Output]]) -> None:
+        super()._answer(finished)
         for handle, caller in self._callers.items():
-            self.engine.abort(handle)
-            if not caller.done():
-                caller.set_exception(error)
-                is_heard = True
-        self._callers.clear()
-        return is_heard
-
-    async def _call(self, function, *args):  # type: ignore[no-untyped-def]
-        if self._executor is None:
-            return function(*args)
-        loop = asyncio.get_running_loop()
-        return await to_the_end(loop.run_in_executor(self._executor, function, *args))
+            if not isinstance(caller, asyncio.Future):  # a stream, which is fed as it grows
+                caller.feed(self.engine.peek(handle))

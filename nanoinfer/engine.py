@@ -1,70 +1,48 @@
-"""The inference engine of one model: requests in, tokens with log-probs and policy versions out.
+"""`LLMEngine`: the engine with all that its callers ask of it beside steps.
 
-    step = schedule → run the model → sample → commit
-
-The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
-an event loop). Weights change between steps only. A request that is in flight then keeps the
-tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
-Of a model that is trained in this process there is no copy: the trainer writes into the very model
-(and repacks it), and `adopt_weights` gives the new weights their version. Until then the engine
-refuses to run a step, so no token is ever sampled by weights that have none. `update_weights`
-copies tensors that somebody brings. `sleep` gives the cache's memory to somebody else (a trainer on
-the same device) until `wake`.
+Requests come in as token ids and `SamplingParams`, are refused where they could never run, and
+become sequences of the core (engine_core.py). `update_weights` copies tensors that somebody brings,
+`load_adapter` serves LoRA beside the weights, `metrics` counts.
 
 What few requests ask is in nanoinfer/options/, engines of other kinds in nanoinfer/variants/: both
 come in by the names below.
-Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from kernels.memory import release_memory
 from nanoengine.model.transformer import Transformer
-from nanoinfer.batch import Batch, RunnerOutput
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
+from nanoinfer.engine_core import EngineCore, EngineParts
 from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.scheduler import BatchScheduler, Step
+from nanoinfer.scheduler import BatchScheduler
 from nanoinfer.sequence import Sequence
 
 _PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
+_SIZES = "nanoinfer.gpu.sizes:sized"
+_KEEP = "nanoinfer.variants.in_flight:keep_all"
 _DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain
 _LOAD = "nanoinfer.variants.weight_updates:load_weights"
-_KEEP = "nanoinfer.variants.in_flight:keep_all"
 _CHECK = "nanoinfer.variants.invariants:check"
 
 
-class EngineParts(NamedTuple):
-    """The parts that an engine is made of; `config` has all its sizes."""
-
-    config: InferConfig
-    blocks: BlockManager
-    scheduler: BatchScheduler
-    runner: ModelRunner
-
-
-class LLMEngine:
-    """Continuous batching over a paged cache. `version` is the policy version of the weights.
-
-    Of a model that is split over tensor-parallel ranks each rank has an engine, and all are called
-    with the same requests in the same order: scheduling and sampling depend on nothing else, so
-    they stay in step without a message and every rank has every token. variants/led_engine.py lets
-    one rank lead the others.
-    """
+class LLMEngine(EngineCore):
+    """Continuous batching over a paged cache. `version` is the policy version of the weights."""
 
     def __init__(
         self,
@@ -75,64 +53,19 @@ class LLMEngine:
     ) -> None:
         """`tokenizer`, a `ChatTokenizer`, is for requests that name texts: stop texts, grammars,
         `detokenize`."""
-        self.model = model
-        self.version = version
-        self.tokenizer = tokenizer
-        self.is_paused = False
-        self.is_asleep = False
-        self._eos_ids = model.config.eos_ids if config.eos_ids is None else config.eos_ids
-        is_plain = config.is_plain and model.device.type == "cpu"
+        is_on_cpu = model.device.type == "cpu"
+        self.config: InferConfig
+        self.config = config.sized() if is_on_cpu else resolve_name(_SIZES)(config, model)
         is_whole = model.split.size == 1 and not model.batch_invariant
-        make_parts = _plain_parts if is_plain and is_whole else resolve_name(_PARTS)
-        parts: EngineParts = make_parts(model, config)
-        self.config, self._blocks, self._scheduler, self._runner = parts
-        self._blocks.flush(version)
-        longest = self._runner.cache.blocks_per_seq
-        self._batch = Batch(parts.config.max_num_seqs, longest, parts.config.block_size)
-        self._sequences: dict[int, Sequence] = {}
-        self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
+        is_plain = config.is_plain and is_on_cpu and is_whole
+        make_parts = _plain_parts if is_plain else resolve_name(_PARTS)
+        parts: EngineParts = make_parts(model, self.config)
+        if config.in_flight == "keep":
+            parts = parts._replace(keep=resolve_name(_KEEP))
+        super().__init__(model, parts, version)
+        self.tokenizer = tokenizer
+        self._eos_ids = model.config.eos_ids if config.eos_ids is None else config.eos_ids
         self._next_handle = 0
-        self._metrics = Metrics()
-        self._num_repacks = model.num_repacks  # when `version` began
-
-    def step(self) -> list[tuple[int, Output]]:
-        """Run one step; returns the requests that finished, with their handles. Does nothing
-        while paused or asleep. `RuntimeError` where the model's owner has changed the weights and
-        `adopt_weights` was not called."""
-        if not (self.is_paused or self.is_asleep):
-            self._require_current()
-            start = time.perf_counter()
-            try:
-                step = self._scheduler.schedule()
-                if step.seqs:
-                    self._run(step)
-            except BaseException:  # Ctrl-C too, which may come at any line
-                self._scheduler.restart_all()  # block copies of this step may not have been made
-                raise
-            self._metrics.step_s += time.perf_counter() - start
-        ready, self._ready = self._ready, []
-        return ready
-
-    def _run(self, step: Step) -> None:
-        inputs = self._batch.build(step)
-        # The only line that computes; a GPU is waited for at its end, once.
-        result = self._runner.run(inputs)
-        take = _take if inputs.options is None else inputs.options.take
-        for seq, num_sampled, num_drafted in take(step, result, self._scheduler, self.version):
-            self._metrics.sampled_tokens += num_sampled
-            self._metrics.drafted_tokens += num_drafted
-            self._metrics.accepted_tokens += num_sampled - 1
-            if seq.finish_reason is not None:
-                self._ready.append((seq.handle, self._take_out(seq)))
-                self._metrics.num_finished += 1
-        self._metrics.num_steps += 1
-        self._metrics.computed_tokens += step.num_tokens
-
-    def _take_out(self, seq: Sequence) -> Output:
-        del self._sequences[seq.handle]
-        self._scheduler.remove(seq)
-        self._metrics.cached_tokens += seq.num_cached_tokens or 0
-        return seq.output()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -154,10 +87,7 @@ class LLMEngine:
         self.validate(ids, params)
         seq = self._make_sequence(ids, params, priority, sampled)
         self._next_handle += 1
-        self._scheduler.add(seq)
-        self._sequences[seq.handle] = seq
-        self._metrics.num_requests += 1
-        self._metrics.prompt_tokens += len(ids)
+        self.enqueue(seq)
         return seq.handle
 
     def _make_sequence(
@@ -175,16 +105,6 @@ class LLMEngine:
     def _desk(self) -> Any:
         """Its type is nanoinfer/options/desk.py's, which is not imported here."""
         return resolve_name(_DESK)(self.model)
-
-    def abort(self, handle: int) -> Output | None:
-        """End a request now; what it has so far, finish_reason "abort". None if it is not in
-        flight."""
-        seq = self._sequences.get(handle)
-        if seq is None:
-            return None
-        seq.finish_reason = "abort"
-        self._metrics.num_aborted += 1
-        return self._take_out(seq)
 
     def peek(self, handle: int) -> Sequence | None:
         """A request in flight as it is now, to be read only; None if it is not in flight."""
@@ -261,45 +181,6 @@ class LLMEngine:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def adopt_weights(self, version: int) -> None:
-        """The model's owner, a trainer of this process, has written new weights into it and
-        repacked it: they are policy `version` from now on; otherwise as `update_weights`.
-        `ValueError` names a tensor that is not finite. The old weights are gone then, so nothing is
-        served until the owner brings better ones."""
-        start = time.perf_counter()
-        release_memory()  # what training needed and the cache will not: it takes pages of its own
-        self._num_repacks = -1  # no weights are current until these have been looked at
-        self.model.check_finite("no token is sampled by such weights")
-        self._start_version(version)
-        self._metrics.update_s += time.perf_counter() - start
-
-    def _start_version(self, version: int) -> None:
-        # What is cached are keys and values of the old weights: a request that goes on reads its
-        # tokens again, unless its owner would rather have it quickly than have it right.
-        if self.config.in_flight == "keep":
-            resolve_name(_KEEP)(self._scheduler, self.version)
-        else:
-            self._scheduler.restart_all()
-        for seq in self._sequences.values():
-            seq.start_version()
-        self._blocks.flush(version)
-        self.version = version
-        self._num_repacks = self.model.num_repacks
-        self._metrics.num_weight_updates += 1
-        self._runner.refresh()  # last: if it fails, the version and the cache are true
-
-    @property
-    def is_current(self) -> bool:
-        """True if the model holds the weights of `version`: nobody has changed them since."""
-        return self.model.num_repacks == self._num_repacks
-
-    def _require_current(self) -> None:
-        if not self.is_current:
-            raise RuntimeError(
-                f"version {self.version}: the model's owner has changed its weights since; call "
-                "adopt_weights(version) when the change is complete"
-            )
-
     def update_weights(
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
@@ -333,21 +214,6 @@ class LLMEngine:
 
     # -- rest and figures ------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Give the cache's memory back. Requests keep their tokens and go on after `wake`; what
-        they had cached is computed again."""
-        self._scheduler.restart_all()
-        self._blocks.flush(self.version)
-        self._runner.sleep()
-        release_memory()  # a process that keeps its large buffers would keep this one too
-        self.is_asleep = True
-
-    def wake(self) -> None:
-        if self.is_asleep:
-            release_memory()  # what the sleeper's neighbour has freed meanwhile
-            self._runner.wake()
-            self.is_asleep = False
-
     def flush_cache(self) -> int:
         """Forget the cached prompts, unless requests are in flight; how many of them are."""
         if not self.num_unfinished:
@@ -368,7 +234,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, float]:
         """The totals of `Metrics`, and the state of queues and cache."""
         used = self._blocks.num_blocks - self._blocks.num_free
-        return self._metrics.to_dict() | {
+        totals = {name: float(value) for name, value in asdict(self._metrics).items()}
+        return totals | {
             "num_running": float(len(self._scheduler.running)),
             "num_waiting": float(len(self._scheduler.waiting)),
             "num_preemptions": float(self._scheduler.num_preemptions),
@@ -388,10 +255,9 @@ class LLMEngine:
 
 def _plain_parts(model: Transformer, config: InferConfig) -> EngineParts:
     """The parts for a dense model, whole, on a CPU."""
-    config, block_size = config.sized(), config.block_size
-    num_blocks = config.num_blocks
+    num_blocks, block_size = config.num_blocks, config.block_size
     if num_blocks is None:
-        num_blocks = KVCache.blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
+        num_blocks = blocks_in(config.cache_bytes, model.config, block_size, model.dtype)
     blocks = BlockManager(num_blocks, block_size, config.prefix_caching)
     scheduler = BatchScheduler(blocks, config.max_batch_tokens, config.max_num_seqs)
     layout = CacheLayout(
@@ -400,20 +266,7 @@ def _plain_parts(model: Transformer, config: InferConfig) -> EngineParts:
         dtype=model.dtype,
         populate=config.populate_cache,
     )
-    return EngineParts(config, blocks, scheduler, ModelRunner(model, KVCache(model.config, layout)))
-
-
-def _take(
-    step: Step, result: RunnerOutput, scheduler: BatchScheduler, version: int
-) -> Iterator[tuple[Sequence, int, int]]:
-    """Append the tokens of a plain step to their sequences, one by one: each with how many it got,
-    and how many had been guessed."""
-    scheduler.commit(step)
-    sampled = [seq for seq in step.seqs if seq.num_uncomputed_tokens == 0]
-    rows = zip(sampled, result.tokens, result.logps, result.sampled_logps, strict=True)
-    for seq, token, logp, sampled_logp in rows:
-        seq.append(token, logp, version, sampled_logp)
-        yield seq, 1, 0
+    return EngineParts(blocks, scheduler, ModelRunner(model, KVCache(model.config, layout)))
 
 
 def _integers(ids: Ids[int]) -> list[int]:
@@ -421,26 +274,3 @@ def _integers(ids: Ids[int]) -> list[int]:
         return [operator.index(token) for token in ids]
     except TypeError as error:
         raise ValueError(f"ids: must be integers: {error}") from error
-
-
-@dataclass
-class Metrics:
-    """Totals since the engine was made; rates are for the reader. A token counts each time it is
-    computed."""
-
-    num_requests: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_steps: int = 0
-    prompt_tokens: int = 0  # asked for
-    cached_tokens: int = 0  # of those, found in the prefix cache at first admission
-    computed_tokens: int = 0  # forwarded: prefill, decode and recomputation
-    sampled_tokens: int = 0
-    drafted_tokens: int = 0  # guessed and computed
-    accepted_tokens: int = 0  # of those, sampled too
-    num_weight_updates: int = 0
-    step_s: float = 0.0
-    update_s: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        return {name: float(value) for name, value in asdict(self).items()}

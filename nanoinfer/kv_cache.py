@@ -12,7 +12,6 @@ Next: model_runner.py (who calls this), kernels/paged/paged_attention.py (the at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from kernels.cpp.ops import QueryTiles
 from kernels.kv_cache import PagedPlan, cache_rows, index_dtype, keys_in_runs
 from kernels.memory import Scratch
 from nanoengine.model.config import ModelConfig
-from nanoinfer.batch import StepInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,27 +100,6 @@ class KVCache:
         """The scales of a layer's keys and values: none, they are stored as they are."""
         return None, None
 
-    @staticmethod
-    def bytes_per_block(
-        config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
-    ) -> int:
-        """The memory of one block on one rank. `dtype` is the cache's."""
-        per_token = 2 * config.num_layers * config.num_kv_heads // tp * config.head_dim
-        return per_token * block_size * dtype.itemsize
-
-    @staticmethod
-    def blocks_in(
-        cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
-    ) -> int:
-        """Count the blocks that `cache_bytes` hold. `ValueError` if they hold none."""
-        size = KVCache.bytes_per_block(config, block_size, dtype, tp=tp)
-        if cache_bytes < size:
-            raise ValueError(
-                f"cache_bytes={cache_bytes}: one block of {block_size} tokens takes {size} bytes; "
-                "give at least that"
-            )
-        return cache_bytes // size
-
 
 class PagedContext:
     """Attention of one step, S sequences. Left out: gradients."""
@@ -164,13 +141,6 @@ class PagedContext:
                 scratch=cache.scratch,
             )
             self._rows = cache_rows(slots_T, values)
-
-    @classmethod
-    def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
-        """The attention of a step on a CPU."""
-        longest = max(b - a for a, b in pairwise(step.query_starts))
-        where = (step.slots_T, step.query_starts, step.seq_lens, step.block_tables)
-        return cls(cache, *where, longest, max(step.seq_lens))
 
     @property
     def native(self) -> tuple[Tensor, QueryTiles] | None:

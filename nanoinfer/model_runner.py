@@ -13,6 +13,7 @@ Next: kv_cache.py (the cache), sampler.py.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any, cast
 
@@ -86,7 +87,9 @@ class ModelRunner:
 
     def context(self, step: StepInput) -> PagedContext:
         """The attention of a step."""
-        return PagedContext.of_step(self.cache, step)
+        longest = max(b - a for a, b in pairwise(step.query_starts))
+        where = (step.slots_T, step.query_starts, step.seq_lens, step.block_tables)
+        return PagedContext(self.cache, *where, longest, max(step.seq_lens))
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """Logits [S, V] of hidden states."""

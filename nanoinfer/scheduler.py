@@ -70,7 +70,7 @@ class BatchScheduler:
                 "least 1"
             )
         self.blocks = blocks
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
         self.waiting: list[Sequence] = []  # both by rank
         self.running: list[Sequence] = []
         self.num_preemptions = 0

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.engine_loop import EngineLoop
 
 
 class Publisher(Protocol):
@@ -34,7 +34,7 @@ class Publisher(Protocol):
 class SharedWeights:
     """The publisher where trainer and rollout engine read one model."""
 
-    def __init__(self, generator: AsyncEngine) -> None:
+    def __init__(self, generator: EngineLoop) -> None:
         self._generator = generator
 
     async def publish(self, version: int) -> float:

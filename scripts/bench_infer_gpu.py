@@ -44,10 +44,10 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import enter_device, resolve_device
+from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.gpu.cuda_graph import StaticDecode
-from nanoinfer.kv_cache import KVCache
 from nanoinfer.params import SamplingParams
 from nanoinfer.variants.fp8_cache import cache_dtype
 from nanoinfer.variants.full_runner import FullRunner
@@ -170,7 +170,7 @@ class Bench:
         """That many decode steps, which together read `num_read` tokens of the cache."""
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         dtype = cache_dtype(self.kind, self.model.dtype)
-        token = KVCache.bytes_per_block(self.model.config, 1, dtype)
+        token = bytes_per_block(self.model.config, 1, dtype)
         return (num_steps * weights + num_read * token) / self.rate
 
     def row(self, name: str, unit: str, value: float, **more: Any) -> Row:

@@ -66,7 +66,7 @@ def test_both_engines_of_a_cpu_read_one_model_and_weights_are_adopted(roles: Inl
     assert roles.rollout_engine.model is roles.engine.model
     entered = functions(trace_grpo(roles))
     assert "nanorl/publisher.py: SharedWeights.publish" in entered
-    assert "nanoinfer/engine.py: LLMEngine.adopt_weights" in entered
+    assert "nanoinfer/engine_core.py: EngineCore.adopt_weights" in entered
     assert not [one for one in entered if re.search(r"\.(update_weights|export_state)$", one)]
     assert not [one for one in entered if one.startswith("nanorl/distributed/weights/")]
 

@@ -162,7 +162,7 @@ WITHOUT_A_CALLER: dict[str, str] = {
     "paged_attention_decode": "paged_attention's own path for decodes, measured alone",
 }
 MANY_PARAMETERS: dict[str, str] = {
-    "kv_cache.PagedContext.__init__": "a step's arrays as attention reads them; of_step names them",
+    "kv_cache.PagedContext.__init__": "a step's arrays; ModelRunner.context names them",
     "stage.Stage.__init__": "the facts about one pipeline stage; one caller, which names them",
     "tensor_parallel.vocab_parallel_logprob": "linear_logprob's arguments, and the split",
 }

@@ -14,8 +14,8 @@ import torch
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import free_bytes
+from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.config import InferConfig
-from nanoinfer.kv_cache import KVCache
 from nanoinfer.variants.fp8_cache import cache_dtype
 
 GPU_SHARE = 0.85
@@ -40,7 +40,7 @@ def _gpu_cache(config: InferConfig, model: Transformer) -> int:
     room = GPU_SHARE * free
     room -= step_bytes(shape, model.dtype, config.max_num_seqs, config.max_batch_tokens)
     dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
-    block = KVCache.bytes_per_block(shape, config.block_size, dtype, tp=tp)
+    block = bytes_per_block(shape, config.block_size, dtype, tp=tp)
     longest = -(-shape.max_position_embeddings // config.block_size)
     if room < block:
         raise ValueError(

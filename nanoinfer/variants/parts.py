@@ -7,25 +7,25 @@ import torch
 from nanoengine.architectures.quantized import quantize, quantize_head
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
-from nanoinfer.engine import EngineParts
+from nanoinfer.engine_core import EngineParts
 from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
-from nanoinfer.gpu.sizes import sized
-from nanoinfer.kv_cache import CacheLayout, KVCache
+from nanoinfer.kv_cache import CacheLayout
 from nanoinfer.variants.fp8_cache import cache_dtype, make_cache
 from nanoinfer.variants.full_runner import FullRunner
 from nanoinfer.variants.speculative import Drafter, DraftingScheduler
 
 
 def make_parts(model: Transformer, config: InferConfig) -> EngineParts:
-    """The parts of an engine over that model. It is quantised here where the config says so."""
-    config = sized(config, model)
+    """The parts of an engine over that model, with all sizes chosen. It is quantised here where the
+    config says so."""
     num_blocks = count_blocks(model, config)
     blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
     drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
     sizes = (config.max_batch_tokens, config.max_num_seqs)
     scheduler = DraftingScheduler(blocks, *sizes, drafter)
-    return EngineParts(config, blocks, scheduler, make_runner(model, config, num_blocks))
+    return EngineParts(blocks, scheduler, make_runner(model, config, num_blocks))
 
 
 def count_blocks(model: Transformer, config: InferConfig) -> int:
@@ -34,7 +34,7 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
         return config.num_blocks
     dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
     tp = model.split.size
-    return KVCache.blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
+    return blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
 
 
 def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> FullRunner:

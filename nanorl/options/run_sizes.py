@@ -26,8 +26,8 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import free_bytes
 from nanoengine.plan.footprint import WIDTH, Plan, rank_memory
+from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
-from nanoinfer.kv_cache import KVCache
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.scorers.reference_names import parse_references
@@ -72,7 +72,7 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
     room -= step_bytes(shape, _DTYPES[config.dtype], num_seqs, batch_tokens)
     if config.rl.max_staleness > 0:
         room -= activation_bytes(config, shape, micro)
-    block = KVCache.bytes_per_block(shape, _BLOCK, _DTYPES[config.dtype])
+    block = bytes_per_block(shape, _BLOCK, _DTYPES[config.dtype])
     longest = -(-config.agent.max_context_tokens // _BLOCK)
     if room < longest * block:
         raise ValueError(

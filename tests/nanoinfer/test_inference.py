@@ -5,7 +5,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import RunnerOutput, StepInput
-from nanoinfer.kv_cache import KVCache
+from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.params import SamplingParams
 
 
@@ -65,6 +65,6 @@ def test_the_size_of_the_cache() -> None:
         num_kv_heads=3,
         head_dim=64,
     )
-    assert KVCache.bytes_per_block(smollm2, 1, torch.float32) == 46_080
-    block = KVCache.bytes_per_block(smollm2, 16, torch.float32)
+    assert bytes_per_block(smollm2, 1, torch.float32) == 46_080
+    block = bytes_per_block(smollm2, 16, torch.float32)
     assert block == 737_280 and (1 << 30) // block == 1456 and 1456 * 16 == 23_296

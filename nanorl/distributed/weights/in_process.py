@@ -41,6 +41,7 @@ class CopiedWeights(SharedWeights):
 
     def __init__(self, trainer: Engine, generator: AsyncEngine, *, max_staleness: int = 0) -> None:
         super().__init__(generator)
+        self._writer = generator
         self._trainer, self._max_staleness = trainer, max_staleness
 
     async def publish(self, version: int) -> float:
@@ -51,7 +52,7 @@ class CopiedWeights(SharedWeights):
         serving.
         """
         start = time.perf_counter()
-        await self._generator.update_weights(self._trainer.export_state(), version)
+        await self._writer.update_weights(self._trainer.export_state(), version)
         return time.perf_counter() - start
 
     @asynccontextmanager

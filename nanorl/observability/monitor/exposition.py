@@ -29,7 +29,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from nanoinfer.engine import Metrics
+from nanoinfer.engine_core import Metrics
 from nanorl.observability.monitor.board import RunBoard, is_seconds
 from nanorl.observability.monitor.monitor_control import RoleState, RoleStatus
 
