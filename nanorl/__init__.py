@@ -9,7 +9,7 @@
     nanorl.train("smollm2", env=Shout, steps=20)
 
 docs/environments.md says what else an environment may do. Inside, the root is the loop. Read
-types.py first, then, in the order of a run:
+types.py and task.py first, then, in the order of a run:
 
 api.py, cli.py          the library and the console command (commands/, a file a verb)
 options/, plugins.py    every option, how it is given, two sets of them that work; names of a
@@ -22,10 +22,9 @@ for the
 trainer.py              the RL loop: which rollouts may start, which groups make a batch
 collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
-learner.py              samples become an optimizer step, and its weights the engine's
+learner.py              samples become an optimizer step, and its weights the rollout engine's
 rehearsal.py            an episode without a model, for an environment's tests
 evaluation.py, store.py success on held-out tasks; every rollout, kept
-publisher.py            how the rollout engine gets the weights
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), envs/tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where
@@ -58,7 +57,8 @@ if TYPE_CHECKING:
     from nanorl.envs.tools.mcp import mcp_tools
     from nanorl.envs.tools.python import python
     from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
-    from nanorl.types import InfrastructureError, Rollout, Task
+    from nanorl.task import Task
+    from nanorl.types import InfrastructureError, Rollout
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
@@ -71,7 +71,7 @@ _HOMES = {
     "Rollout": "nanorl.types:Rollout",
     "RuleReward": "nanorl.envs.rewards.rule:RuleReward",
     "Score": "nanorl.envs.rewards.base:Score",
-    "Task": "nanorl.types:Task",
+    "Task": "nanorl.task:Task",
     "ToolCall": "nanoinfer.chat.base:ToolCall",
     "ToolError": "nanorl.envs.tools.base:ToolError",
     "TrainedRun": "nanorl.commands.api:TrainedRun",

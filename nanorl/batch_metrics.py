@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample
-from nanorl.fields import Field
 from nanorl.finite import PART
-from nanorl.grpo import GRPO
+from nanorl.grpo import GRPO, Field
 from nanorl.types import Rollout, Status
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from nanorl.types import Rollout
 
@@ -27,14 +26,6 @@ def unusable(rollout: Rollout) -> str:
     """What of a rollout's rewards and metrics cannot be trained on; empty where all can."""
     # The first one is enough, and a good rollout is the usual case: nothing is collected.
     return next(_faults(rollout), "")
-
-
-def without_numbers(rollout: Rollout) -> Rollout:
-    """A rollout that FAILED for such a number, without what turns earned and counted, so that the
-    number gets into no database and no curve."""
-    metrics = {name: value for name, value in rollout.metrics.items() if math.isfinite(value)}
-    branches = [replace(one, turn_rewards=[], turn_metrics=[]) for one in rollout.branches]
-    return replace(rollout, metrics=metrics, branches=branches, turn_rewards=[], turn_metrics=[])
 
 
 def _faults(rollout: Rollout) -> Iterator[str]:

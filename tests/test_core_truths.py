@@ -59,13 +59,11 @@ def functions(entered: Entered) -> set[str]:
 
 def test_both_engines_of_a_cpu_read_one_model_and_weights_are_adopted(roles: InlineRoles) -> None:
     said("docs/tour.md", "one model, read by both", "so nothing is copied")
-    said(
-        "docs/tour.md", "`nanorl/publisher.py: SharedWeights.publish` has the rollout engine adopt"
-    )
+    said("docs/tour.md", "`nanorl/learner.py: SharedWeights.publish` has the rollout engine adopt")
     said("docs/core.md", "the trainer has written into the model that both engines read")
     assert roles.rollout_engine.model is roles.engine.model
     entered = functions(trace_grpo(roles))
-    assert "nanorl/publisher.py: SharedWeights.publish" in entered
+    assert "nanorl/learner.py: SharedWeights.publish" in entered
     assert "nanoinfer/engine.py: LLMEngine.adopt_weights" in entered
     assert not [one for one in entered if re.search(r"\.(update_weights|export_state)$", one)]
     assert not [one for one in entered if one.startswith("nanorl/distributed/weights/")]

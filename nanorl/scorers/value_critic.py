@@ -13,7 +13,7 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanorl.algorithms.losses import value_loss
-from nanorl.fields import Field
+from nanorl.grpo import Field
 
 
 class ValueEstimator(Protocol):

@@ -28,7 +28,8 @@ from nanorl.observability.trajectories.base import (
     TrajectoryTurn,
     number,
 )
-from nanorl.types import Branch, Rollout, Task, TokenStats
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, TokenStats
 
 Json = dict[str, Any]
 MOST_CHARS = 4_000

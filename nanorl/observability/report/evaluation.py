@@ -22,7 +22,8 @@ from nanorl.observability.report.statistics import (
     share_of_tasks,
 )
 from nanorl.observability.report.summary import write_atomically
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 PROMPT_CHARS = 200  # of a task in the file
 
