@@ -56,7 +56,7 @@ class Alone:
         return AdamW(models, config, dtype=dtype)
 
     def scorer(self, model: Transformer, config: EngineConfig) -> Scorer:
-        """What reads a micro-batch."""
+        """The scorer, which runs the model on a micro-batch."""
         return Scorer(
             model,
             micro_batch_tokens=config.micro_batch_tokens,

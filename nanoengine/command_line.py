@@ -53,7 +53,7 @@ def run_command(
     action: Callable[[], int],
     mendable: Callable[[], tuple[type[RuntimeError], ...]] = tuple,
 ) -> int:
-    """What a command does, and its exit status. `mendable` are the errors, besides ValueError and
+    """Run a command and return its exit status. `mendable` are the errors, besides ValueError and
     OSError, that a user can mend."""
     try:
         try:
@@ -79,8 +79,8 @@ def _say(error: Exception) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads stdout any more, as in `| head`. Then what is still to be written goes
-    nowhere: Python writes it at its end."""
+    """Say whether nobody reads stdout any more, as in `| head`. If so, the rest goes to /dev/null:
+    Python still writes it at its end."""
     watch = select.poll()
     watch.register(_STDOUT, 0)
     if not watch.poll(0):  # only errors are asked for
@@ -90,7 +90,7 @@ def _reader_left() -> bool:
 
 
 def program() -> str:
-    """How `nanorl` is called here: by its name where that finds it, else by its path."""
+    """The command that calls `nanorl` here: its name where that finds it, else its path."""
     script = Path(sys.executable).with_name("nanorl")
     found = shutil.which("nanorl")
     if found is not None and Path(found).absolute() == script.absolute():
@@ -99,7 +99,7 @@ def program() -> str:
 
 
 def python() -> str:
-    """How the Python that runs this is called here."""
+    """The path of the Python that runs this, as a user would type it."""
     return short_path(Path(sys.executable))
 
 

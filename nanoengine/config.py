@@ -16,7 +16,7 @@ Dtype = Literal["fp32", "bf16", "fp64"]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
+    """A run's choices for the update, phase by phase; the rest is AdamW's own."""
 
     lr: float = 1e-6
     """Learning rate, the highest that the schedule reaches."""
@@ -70,7 +70,7 @@ class AdamWConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """What a run chooses of the computation: memory against time, and the bits of the head."""
+    """A run's choices for the computation: memory against time, and the bits of the head."""
 
     micro_batch_tokens: int = 2048
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""

@@ -38,12 +38,12 @@ class Deal:
     parts: tuple[tuple[int, ...], ...]
 
     def hand(self, samples: Sequence[T], rank: int) -> list[T]:
-        """What `rank` is given of the batch, or of anything that is aligned with it."""
+        """The part of the batch that `rank` is given, or of anything that is aligned with it."""
         return [samples[i] for i in self.parts[data_index(self.layout, rank)]]
 
     def collect(self, answers: Sequence[Sequence[T]]) -> list[T]:
-        """What the ranks (all of the layout, in order) found for their samples, in the order of the
-        batch. Neighbours found the same; the first of them is believed."""
+        """Put the values that the ranks (all of the layout, in order) found for their samples into
+        the order of the batch. Neighbours found the same; the first of them is believed."""
         found: dict[int, T] = {}
         for rank, values in enumerate(answers):
             part = self.parts[data_index(self.layout, rank)]

@@ -352,7 +352,8 @@ class Engine:
 
     @cached_property
     def state(self) -> Any:
-        """What is saved, loaded and exported of it: a `state.engine_state.EngineState`."""
+        """The part of the engine that is saved, loaded and exported: a
+        `state.engine_state.EngineState`."""
         return resolve_name(_STATE)(self)
 
     def export_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -361,7 +362,8 @@ class Engine:
         yield from self.state.export(dtype)
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each tensor that `export_state` gives, by name: equal weights have equal ones."""
+        """A fingerprint of each tensor that `export_state` gives, by name; equal weights have equal
+        ones."""
         found: dict[str, str] = self.state.fingerprints()
         return found
 

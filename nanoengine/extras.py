@@ -37,7 +37,8 @@ def pip_install(*requirements: str) -> str:
 
 
 def requirements(extra: str) -> list[str]:
-    """What an extra asks for, as the installed package says. ValueError for one that it has not."""
+    """The packages that an extra asks for, as the installed package says. ValueError for one that
+    it has not."""
     from importlib import metadata  # here: seldom needed, and not free
 
     marker = re.compile(rf"\s*;.*extra == ['\"]{re.escape(extra)}['\"].*")

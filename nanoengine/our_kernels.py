@@ -45,7 +45,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def _their_metadata() -> Path | None:
-    """What pip notes of an installed package of that name."""
+    """The folder in which pip describes an installed package named `kernels`; None without one."""
     folders = (Path(entry or ".") for entry in sys.path)
     return next((found for one in folders for found in one.glob("kernels-*.dist-info")), None)
 
@@ -58,7 +58,7 @@ def _mend() -> str:
 
 
 def _installed_from() -> str:
-    """What pip is to be given for ours: the checkout, or what it was installed from."""
+    """The arguments that make pip install ours: the checkout, or what it was installed from."""
     from importlib import metadata  # here: `import nanorl` needs it for nothing else
 
     if (ROOT / "setup.py").is_file():

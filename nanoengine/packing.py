@@ -192,7 +192,7 @@ def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def read_tokens(sample: Sample) -> list[int]:
-    """What the model reads of a sample: its last token is only predicted."""
+    """The tokens of a sample that the model reads: its last token is only predicted."""
     return sample.tokens[:-1]
 
 

@@ -80,7 +80,8 @@ def _rank(sequences: Sequence[Rows], members: list[int]) -> tuple[int, int]:
 
 
 def added_rows(sequences: Sequence[Rows]) -> list[int]:
-    """Of sequences in depth-first order: the rows that each adds to the tree of those before it."""
+    """The number of rows that each of the sequences, in depth-first order, adds to the tree of
+    those before it."""
     first, *others = sequences
     parted = zip(sequences, others, strict=False)
     return [len(first), *(len(rows) - num_shared(before, rows) for before, rows in parted)]

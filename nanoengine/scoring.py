@@ -60,8 +60,8 @@ class PartScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Foresight:
-    """What a loss will meet. Where it is true the head takes its gradient with the log-probs, in
-    one product less; where it is not, only time is lost."""
+    """A guess at the numbers that a loss will meet. Where it is right, the head takes its gradient
+    with the log-probs, in one product less; where it is not, only time is lost."""
 
     logp_T: Tensor
     loss: Callable[[Tensor], Tensor]
@@ -175,7 +175,8 @@ class Scorer:
         )
 
     def part(self, micro: MicroBatch) -> Part:
-        """What the model reads of a micro-batch, and how its rows see each other."""
+        """The rows of a micro-batch that the model reads, with the context in which its rows see
+        each other."""
         context: AttentionContext = PackedContext(
             micro.cu_seqlens, micro.max_seqlen, batch_invariant=self.model.batch_invariant
         )
@@ -228,13 +229,14 @@ class Scorer:
 
 
 def _spread(values: Tensor, part: Part) -> Tensor:
-    """What was scored, at every prediction that counts; 0 at the others."""
+    """The scores, spread to every prediction that counts; 0 at the others."""
     if part.copy_of is not None:
         values = values.index_select(0, part.copy_of)
     return at_places(values, part)
 
 
 def at_places(values: Tensor, part: Part) -> Tensor:
-    """What counted predictions have, at their places among all; 0 at the others."""
+    """Put the values of counted predictions at their places among all predictions; 0 at the
+    others."""
     zeros = values.new_zeros(len(part.target_ids), *values.shape[1:])
     return zeros.index_copy(0, part.counted, values)

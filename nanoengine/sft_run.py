@@ -314,7 +314,8 @@ class SftRank:
 
 
 def mesh_of_process(config: SftConfig) -> Mesh:
-    """Of a process alone, or of one that torchrun started, on the device it is to have."""
+    """The mesh of a process alone, or of one that torchrun started, on the device that it is to
+    have."""
     rank, world = int(os.environ.get("LOCAL_RANK", 0)), config.world
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = resolve_device(config.device, local_rank=rank, num_local=num_local)

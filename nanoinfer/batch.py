@@ -61,8 +61,8 @@ class RunnerOutput:
 
 
 class StepOptions(Protocol):
-    """What is not plain in a step (nanoinfer/options/asked_step.py): some request asks for more
-    than tokens and their log-probs, or tokens were guessed."""
+    """The part of a step that is not plain (nanoinfer/options/asked_step.py): some request asks for
+    more than tokens and their log-probs, or tokens were guessed."""
 
     def take(
         self, step: Step, result: RunnerOutput, scheduler: BatchScheduler, version: int

@@ -20,8 +20,8 @@ Quantization = Literal["none", "fp8", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """How much one step of the engine may hold. 0 is chosen for the model's device: 512 tokens and
-    64 sequences on a CPU, 8192 and 256 on a GPU."""
+    """The most that a step of the engine may hold. 0 lets the model's device decide: 512
+    tokens and 64 sequences on a CPU, 8192 and 256 on a GPU."""
 
     max_batch_tokens: int = 0
     """Tokens of one engine step, decodes and prefill chunks together; 0: chosen for the device."""
@@ -31,7 +31,7 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdates:
-    """How an engine takes new weights."""
+    """The way in which an engine takes new weights."""
 
     in_flight: InFlight = "recompute"
     """What becomes of requests in flight when new weights come. recompute: what they had cached is

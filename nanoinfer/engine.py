@@ -49,7 +49,7 @@ _CHECK = "nanoinfer.variants.invariants:check"
 
 
 class EngineParts(NamedTuple):
-    """What an engine is made of; `config` has all its sizes."""
+    """The parts that an engine is made of; `config` has all its sizes."""
 
     config: InferConfig
     blocks: BlockManager

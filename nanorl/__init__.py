@@ -8,31 +8,33 @@
 
     nanorl.train("smollm2", env=Shout, steps=20)
 
-docs/environments.md says what else an environment may do. Inside, the root is the loop. Read
-types.py and task.py first, then, in the order of a run:
+docs/environments.md says what else an environment may do. Inside, the root is the book: a GRPO
+step, from rollouts to new weights. Read it in this order.
 
-api.py, cli.py          the library and the console command (commands/, a file a verb)
-options/, plugins.py    every option, how it is given, two sets of them that work; names of a
-                        user's own code
-parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
-distributed/roles/                  who computes what: engines, agents, store; here (inline.py) or
-in processes run/                    the phases of a run and who is told of them; its parts, sized
-for the
-                        machine; checkpoints, what it leaves behind
-trainer.py              the RL loop: which rollouts may start, which groups make a batch
-collector.py            plays the rollouts of a group
-batching.py             groups become samples with advantages and weights
-learner.py              samples become an optimizer step, and its weights the rollout engine's
-rehearsal.py            an episode without a model, for an environment's tests
-evaluation.py, store.py success on held-out tasks; every rollout, kept
+types.py            rollouts, and which of them cannot be trained on; task.py: tasks and seeds
+grpo.py             the algorithm, the places where another may change a stage, and the names of the
+                    numbers that travel with a token
+batching.py         groups become samples; group_advantage.py and policy_loss.py: what of
+batch_metrics.py    what a batch says of itself, and how far the two engines are apart
+learner.py          samples become an optimizer step, and its weights the rollout engine's
 
-Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
-agent), envs/tools/ (what it may call; nanoinfer/chat: how calls are written), sandbox/ (where
-programs run), envs/hosting/ (where a user's code runs), envs/http_record/ (its HTTP, recorded and
-replayed), envs/tasks/, envs/rewards/, observability/store/, observability/report/,
-observability/trackers/, distributed/weights/ (how they reach engines in other processes),
-observability/monitor/ (who looks on) and observability/trajectories/ (rollouts in formats of other
-tools).
+plugins.py, trust.py   code that a user names, and whether this machine was told to run it
+cli.py, serve_training.py, version.py   the doors of the shell
+
+The rooms, from the bottom up:
+
+sandbox/        where programs run
+envs/           what answers the agent: tools/, rewards/, tasks/, hosting/, http_record/, shipped/
+agents/         one rollout, and the group that it is one of
+algorithms/     all algorithms but GRPO, a file a family; scorers/: models beside the policy
+flow/           which rollouts may start, and which groups make a batch
+serving/        the endpoint that agents call; a training service
+observability/  store/, report/, trackers/, monitor/, alarms/, trajectories/
+options/        every option, and what it makes: presets, parts, sizes
+distributed/    roles/ (who computes what, here or in processes), weights/ (how they get there)
+run/            the phases of a run, the RL loop (trainer.py), checkpoints, the papers of a run
+inspection/     doctor/, viewer/, replay/, simulate/
+commands/       a file a verb; api.py: the same from Python; parsers/: old names of nanoinfer/chat
 """
 
 from __future__ import annotations

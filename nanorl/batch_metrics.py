@@ -53,7 +53,7 @@ def has_signal(things: Sequence[Hashable], group_ids: Sequence[Hashable]) -> lis
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What environments counted, as env/NAME over all rollouts, and the parts of rewards, as
+    """The counts of the environments, as env/NAME over all rollouts, and the parts of rewards, as
     reward/NAME over those that have them."""
     # An environment that counted nothing counted 0; a reward without a part has none of it.
     found: dict[str, list[float]] = {}

@@ -256,7 +256,7 @@ def _owned(
 
 
 def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict[str, TokenStats]:
-    """What the batch says about the tokens of each rollout; 0 where the loss mask is 0."""
+    """The batch's numbers on the tokens of each rollout, by its id; 0 where the loss mask is 0."""
     names = (Field.ADVANTAGE, Field.VALUE, Field.REF_LOGP, Field.TEACHER_LOGP)
     stats = {rollout.rollout_id: TokenStats() for rollout in rollouts}
     owners = (one.rollout_id for one in rollouts for _ in one.sequences)

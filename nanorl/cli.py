@@ -27,7 +27,7 @@ from nanorl.version import version_line
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what it does in a line."""
+    """A verb of the command line: the place of its code, and a line about it."""
 
     place: str
     summary: str
@@ -112,7 +112,7 @@ def _run(words: list[str]) -> int:
 
 
 def _meant(name: str, words: list[str]) -> str:
-    """What somebody wanted who has given a verb that is none."""
+    """Guess the verb that was meant by one that does not exist, for the error."""
     if name.startswith("-"):
         return f"a verb comes first: {program()} train {shlex.join(words)}"
     near = difflib.get_close_matches(name.lower(), VERBS, n=1)

@@ -23,7 +23,8 @@ turns are added."""
 
 
 def unusable(rollout: Rollout) -> str:
-    """What of a rollout's rewards and metrics cannot be trained on; empty where all can."""
+    """Name the first of a rollout's rewards and metrics that cannot be trained on; empty where all
+    can."""
     # The first one is enough, and a good rollout is the usual case: nothing is collected.
     return next(_faults(rollout), "")
 

@@ -60,8 +60,8 @@ _PARTS: Mapping[tuple[str, str], str] = MappingProxyType(
 
 @cache
 def part(kind: str, name: str) -> Any:
-    """What an option of `GRPO` names. The parts of GRPO are in the table above, all others in a
-    registry that is read only where one of them is asked for."""
+    """The part that an option of `GRPO` names. The parts of GRPO are in the table above, all others
+    in a registry that is read only where one of them is asked for."""
     own = _PARTS.get((kind, name))
     return resolve_name(own or resolve_name("nanorl.algorithms.registry:path_of")(kind, name))
 
@@ -116,7 +116,7 @@ class GRPO:
     # changed; algorithms/modifier.py says who does.
 
     def earned(self, rollout: Rollout) -> Hashable:
-        """What a rollout earned, as the members of a group are compared."""
+        """The earnings of a rollout, by which the members of a group are compared."""
         return rollout.total_reward
 
     def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:

@@ -179,7 +179,7 @@ def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
 
 
 def _alike(name: str, found: Any) -> str:
-    """What was meant, perhaps, where `found` has no such name."""
+    """Suggest the name that was meant, for the error, where `found` has no such name."""
     near = difflib.get_close_matches(name, [one for one in vars(found) if one[0] != "_"], n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

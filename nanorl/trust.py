@@ -49,7 +49,8 @@ _ALIASES = {"agent.loop": "agent", "agent.loop_args": "agent-args"}
 
 
 def unknown(options: Options, parts: Collection[str] = tuple(PARTS)) -> list[str]:
-    """What the options name that neither came along nor was ever named here, as flags."""
+    """The parts that the options name and that neither came along nor were ever named here, as
+    flags."""
     named = {part: values for part, values in _named(options) if part in parts}
     if not named:
         return []
@@ -122,7 +123,7 @@ def _named(options: Options) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _is_ours(part: str, values: Sequence[Any]) -> bool:
-    """Whether it came along and is given nothing."""
+    """Say whether a part came along with this package and is given no arguments."""
     first, *rest = values
     if any(rest) or not isinstance(first, str):
         return False

@@ -74,7 +74,8 @@ class Branch:
 
     @property
     def title(self) -> str:
-        """What it is to the rollout's own sequence, in words; beside it are sub-agents, forks."""
+        """Its relation to the rollout's own sequence, in words; the conversations beside are those
+        of sub-agents and forks."""
         return "before the history was compacted" if self.is_history else "a conversation beside"
 
     @property
@@ -152,7 +153,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """The number of tokens in all sequences."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
@@ -166,12 +167,12 @@ class Rollout:
 
     @property
     def num_action_tokens(self) -> int:
-        """Of all sequences."""
+        """The number of sampled tokens in all sequences."""
         return sum(sequence.num_action_tokens for sequence in self.sequences)
 
     @property
     def num_turns(self) -> int:
-        """Of all sequences."""
+        """The number of turns in all sequences."""
         return sum(len(sequence.turn_spans) for sequence in self.sequences)
 
     @property

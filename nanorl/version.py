@@ -16,6 +16,6 @@ def own_version() -> str:
 
 
 def version_line() -> str:
-    """What `nanorl --version` prints; the folder tells apart several installations."""
+    """The line that `nanorl --version` prints; its folder tells several installations apart."""
     folder = Path(__file__).resolve().parent
     return f"nanorl-stack {own_version()} (Python {platform.python_version()}, {folder})"

@@ -179,14 +179,14 @@ class Scheduler:
 
     @property
     def num_server_deaths(self) -> int:
-        """How often the process that starts the others has ended, which ends them all: whoever
-        counts an actor's deaths leaves those out. Only `local` has such a process."""
+        """The number of times that the process that starts the others has ended, which ends them
+        all: whoever counts an actor's deaths leaves those out. Only `local` has such a process."""
         return self._backend.num_server_deaths
 
     # -- resources -------------------------------------------------------------------------------
 
     def available(self) -> Resources:
-        """What no actor and no placement group holds at the moment."""
+        """The resources that no actor and no placement group holds at the moment."""
         return self._backend.available()
 
     def placement_group(

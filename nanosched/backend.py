@@ -37,8 +37,8 @@ class Caller(Protocol):
         ...
 
     def reduce_handle(self, actor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What pickle writes for a handle that travels as an argument, as `__reduce__` returns it.
-        TypeError where it cannot travel."""
+        """The value that pickle writes for a handle that travels as an argument, as `__reduce__`
+        returns it. TypeError where it cannot travel."""
         ...
 
 
@@ -90,7 +90,7 @@ class Backend(Caller, Protocol):
         ...
 
     def available(self) -> Resources:
-        """What no actor and no placement group holds."""
+        """The resources that no actor and no placement group holds."""
         ...
 
     def close(self) -> None:

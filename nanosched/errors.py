@@ -28,7 +28,8 @@ class WorkerDied(SchedulerError):  # noqa: N818 - named as what happened
 
 
 class SchedulerLost(SchedulerError):  # noqa: N818 - named as what happened
-    """What starts and connects the actors has ended; this scheduler can do nothing any more."""
+    """The process that starts and connects the actors has ended; this scheduler can do nothing any
+    more."""
 
 
 class GetTimeout(SchedulerError, TimeoutError):  # noqa: N818 - named as what happened

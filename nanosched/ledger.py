@@ -19,7 +19,8 @@ B = TypeVar("B")
 
 @dataclass(eq=False)
 class Lease:
-    """What one actor or bundle holds: some cpus, and a share of each gpu in `gpus`, by id."""
+    """The resources that one actor or bundle holds: some cpus, and a share of each gpu in `gpus`,
+    by id."""
 
     num_cpus: float
     gpus: dict[str, float]
@@ -103,7 +104,8 @@ class Machine:
             raise ValueError(f"{wanted} can never be had: the placement group has {shown}")
 
     def lease(self, options: ActorOptions) -> Lease | None:
-        """What an actor needs, from the machine or from its bundle; None while it is taken."""
+        """Lease the resources that an actor needs, from the machine or from its bundle; None while
+        it is taken."""
         if options.placement is None:
             return self._ledger.lease(options.resources)
         for _, ledger in _asked(options, self._groups.get(options.placement, [])):
@@ -131,7 +133,7 @@ class Machine:
             lease.release()
 
     def free(self) -> Resources:
-        """What neither an actor nor a bundle holds."""
+        """The resources that neither an actor nor a bundle holds."""
         return self._ledger.free()
 
 

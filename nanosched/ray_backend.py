@@ -576,7 +576,8 @@ def _bundle(resources: Resources) -> dict[str, float]:
 
 
 def _argument(value: Any, wrap: Callable[[Any], Any]) -> Any:
-    """What travels for an argument: for a future, what it refers to; raises a failed one's error"""
+    """The value that travels for an argument: for a future, its reference or result. The error of a
+    failed future is raised."""
     if not isinstance(value, Future):
         return value
     if isinstance(value, RayFuture) and value.ref is not None:

@@ -58,7 +58,7 @@ class Input(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which call of which caller this is; callers count from 0."""
+    """The place of a call in the order of its caller's calls; callers count from 0."""
 
     caller: str
     number: int
@@ -142,7 +142,7 @@ class _Object:
             self._error = TaskError(f"{self._label}.__init__", _portable(error))
 
     def run(self, method: str, start: Callable[[Any], Any]) -> Any:
-        """What `start` makes of the bound method. TaskError with what it raised."""
+        """The result of `start` on the bound method. TaskError holds what it raised."""
         if self._error is not None:
             raise self._error
         label = f"{self._label}.{method}"
@@ -196,7 +196,7 @@ class _Line:
 
 
 def error_of(error: BaseException, label: str) -> SchedulerError:
-    """What Ray raised for a call, in the scheduler's own terms."""
+    """The error that Ray raised for a call, in the scheduler's own terms."""
     while isinstance(error, RayTaskError):  # each call that it went through as input adds one
         error = error.cause
     if isinstance(error, SchedulerError):

@@ -24,8 +24,8 @@ from nanosched.errors import SchedulerError
 
 
 class _Place(NamedTuple):
-    """Where a buffer can be opened, and which file must be found there: numbers of processes and
-    descriptors are used again."""
+    """The process and descriptor at which a buffer can be opened, and the file that must be found
+    there: numbers of processes and descriptors are used again."""
 
     pid: int
     fd: int
@@ -78,7 +78,7 @@ class SharedBuffer:
 
 
 def _available_bytes() -> int:
-    """What the kernel says can be taken without swapping."""
+    """The bytes that the kernel says can be taken without swapping."""
     with open("/proc/meminfo") as file:
         found = next(line for line in file if line.startswith("MemAvailable:"))
     return int(found.split()[1]) * 1024

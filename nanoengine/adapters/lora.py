@@ -52,7 +52,7 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """(out, in) of the matrix that this changes."""
         return self.high_OR.shape[0], self.low_RI.shape[1]
 
     def added_to(self, weight: Tensor) -> Tensor:

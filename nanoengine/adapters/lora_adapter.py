@@ -252,8 +252,9 @@ class LoraAdapter(nn.Module):
         self.base.activate(self)
 
     def changes(self) -> dict[str, LowRank]:
-        """What the adapter adds to each module, by its name; views of the present A and B. An
-        inference engine serves them: `LLMEngine.load_adapter(name, adapter.changes())`."""
+        """The change that the adapter makes to each module, by the module's name: views of the
+        present A and B. An inference engine serves them: `LLMEngine.load_adapter(name,
+        adapter.changes())`."""
         found = {}
         for module in self.targets:
             home = self.get_submodule(module)

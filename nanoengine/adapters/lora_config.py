@@ -35,12 +35,12 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied by. `ValueError` without a rank."""
+        """The factor of B·A. `ValueError` without a rank."""
         if self.rank < 1:
             raise ValueError("rank=0: there is no adapter; give a rank")
         return scale_of(self.alpha, self.rank, rslora=self.rslora)
 
 
 def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
-    """What B·A is multiplied by, as in `peft`."""
+    """The factor of B·A, as in `peft`."""
     return float(alpha / (math.sqrt(rank) if rslora else rank))

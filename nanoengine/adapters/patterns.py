@@ -22,8 +22,8 @@ _PLAINER = (("(?:", "("), ("*?", "*"), ("+?", "+"), (r"[\d]{1,}", r"\d+"))
 
 
 def matches_end(pattern: str, name: str) -> bool:
-    """Whether the pattern is the whole of a dotted name, or of its last parts. ValueError for one
-    that is not taken."""
+    """Say whether the pattern is the whole of a dotted name, or of its last parts. ValueError for
+    one that is not taken."""
     compiled = _compiled(pattern, MOST_CHARS, MOST_REPEATS)
     if len(name) > MOST_NAME_CHARS:
         return False
@@ -32,8 +32,8 @@ def matches_end(pattern: str, name: str) -> bool:
 
 
 def matches_whole(pattern: str, name: str) -> bool:
-    """Whether the pattern is the whole of a dotted name. It may be longer than that of an end, and
-    have more repeats, since it is tried once a name. ValueError for one that is not taken."""
+    """Say whether the pattern is the whole of a dotted name. It may be longer than that of an end,
+    and have more repeats, since it is tried once a name. ValueError for one that is not taken."""
     for theirs, plain in _PLAINER:
         pattern = pattern.replace(theirs, plain)
     compiled = _compiled(pattern, MOST_WHOLE_CHARS, MOST_WHOLE_REPEATS)

@@ -87,7 +87,7 @@ _LAYERS = "layers"  # the list of layers in every model here
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """Which modules a folder adapts, with which rank and scale."""
+    """The modules that a folder adapts, and the rank and scale of each."""
 
     rank: int
     ranks: Mapping[str, int]
@@ -106,7 +106,7 @@ class PeftConfig:
         return int(_of_pattern("rank_pattern", self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What B·A is multiplied by. `ValueError` for a pattern that is not taken."""
+        """The factor of B·A in this module. `ValueError` for a pattern that is not taken."""
         alpha = _of_pattern("alpha_pattern", self.alphas, module, self.alpha)
         return scale_of(alpha, self.rank_of(module), rslora=self.rslora)
 
@@ -133,8 +133,8 @@ class PeftConfig:
                 )
 
     def _groups(self, meant: list[str]) -> list[list[str]]:
-        """What each target, or a regular expression of each kind of module, and each layer of
-        `layers_to_transform` names."""
+        """Group the modules that are meant: by target, or by kind of module where the targets are a
+        regular expression, and again by layer of `layers_to_transform`."""
         groups: list[list[str]]
         if isinstance(self.targets, tuple):
             groups = [[m for m in meant if _is_end(target, m)] for target in self.targets]

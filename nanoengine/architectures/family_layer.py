@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels import apply_rope, geglu, qk_norm_rope, rms_norm, swiglu
 from kernels.linear import InputRecipe
-from kernels.torch import geglu
 from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.formats.families import family_of
 from nanoengine.model.attention import AttentionContext
@@ -52,7 +51,7 @@ class OffsetNorm(RmsNorm):
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What the scores are multiplied by."""
+    """The factor of the attention scores, 1/√D unless the config has another."""
     if config.attention_multiplier is not None:
         return config.attention_multiplier
     divisor = config.query_pre_attn_scalar
@@ -171,7 +170,8 @@ class FamilyLayer(DecoderLayer):
     def _read(
         self, x_TE: Tensor, residual_TE: Tensor | None, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What attention or MLP reads, and the residual stream with x added."""
+        """The input of attention or MLP, normed where there is a norm, and the residual stream with
+        x added."""
         if residual_TE is None:
             return x_TE if norm is None else self.rms.rows(x_TE, norm), x_TE
         if norm is None:
@@ -183,7 +183,8 @@ class FamilyLayer(DecoderLayer):
         return None if norm is None else super()._recipe(residual_TE, norm)
 
     def _written(self, x_TE: Tensor, norm: Tensor | None) -> Tensor:
-        """What is added to the residual stream."""
+        """The output of attention or MLP as it is added to the residual stream, normed and scaled
+        where the family does so."""
         if norm is not None:
             x_TE = self.rms.rows(x_TE, norm)
         return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier

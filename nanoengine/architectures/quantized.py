@@ -35,12 +35,12 @@ class WeightChange(MatrixChange, Protocol):
         ...
 
     def tensors(self) -> Iterable[Tensor]:
-        """What it is made of."""
+        """The tensors that it is made of."""
         ...
 
     @property
     def table(self) -> LowRankTable | None:
-        """What the decoder in C++ adds, where it can."""
+        """The low-rank matrices that the decoder in C++ adds; None where it cannot."""
         ...
 
 
@@ -108,7 +108,8 @@ class Int8Linear(_Quantized):
         pack_int8(weight_OI, self.weight.dtype, self.int8)
 
     def dequantized(self) -> Tensor:
-        """What the matrix stands for, in fp32 (fp64), with its change merged into it."""
+        """The matrix that the integers stand for, in fp32 (fp64), with its change merged into
+        it."""
         weight_OI = self.int8.dequantized()
         if self.change is not None:
             self.change.merge_into(weight_OI)

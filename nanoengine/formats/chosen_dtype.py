@@ -38,7 +38,8 @@ def chosen_dtype(given: torch.dtype | str, folder: str | Path) -> torch.dtype:
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
-    """What the folder says its tensors are in, fp32 for fp16; else what the first of them is in."""
+    """The dtype that the folder's config.json names, else that of its first float tensor; fp32 for
+    fp16."""
     file = Path(folder) / "config.json"
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -460,7 +460,7 @@ def _multiplier_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _window_fields(config: ModelConfig) -> dict[str, Any]:
-    """What `_read_unroped` and `_read_windows` read the same layers from."""
+    """The fields from which `_read_unroped` and `_read_windows` read the same layers."""
     rule, every = family_of(config.model_type).windows, range(config.num_layers)
     if rule == "none":
         return {}
@@ -518,7 +518,7 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
-    """What `_read_rope` reads the same rope from."""
+    """The fields from which `_read_rope` reads the same rope."""
     family, scaling = family_of(config.model_type), write_scaling(config.rope_scaling)
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
     if family.partial_rope:

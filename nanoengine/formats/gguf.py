@@ -102,7 +102,7 @@ def _gemma3_fields(fields: GgufFields, shape: Mapping[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class _Architecture:
-    """How llama.cpp keeps a family of ours."""
+    """The form in which llama.cpp keeps a family of ours."""
 
     model_type: str
     tensors: Mapping[str, str]

@@ -68,7 +68,7 @@ _TEKKEN_WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """What a byte-level tokenizer does with a text before it merges."""
+    """The treatment of a text by a byte-level tokenizer before it merges."""
 
     words: str = ""
     """The pattern of a word; "" is that of GPT-2."""

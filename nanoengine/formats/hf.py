@@ -144,7 +144,7 @@ def _expert_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
 
 
 def _stacked_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
-    """Of experts that share tensors [X, in, out]; ours are [X, out, in]."""
+    """Views of experts that share tensors [X, in, out] in the file; ours are [X, out, in]."""
     views = {f"{mlp}.router.weight": moe.router.weight.detach()}
     if moe.router.bias is not None:
         views[f"{mlp}.router.bias"] = moe.router.bias.detach()
@@ -231,8 +231,8 @@ def export_state(
 
 
 def held_state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """What the values of `export_state` come from, without a copy: the same views, and of int8
-    matrices, which are finite, the changes."""
+    """The tensors from which `export_state` takes its values, without a copy: the same views, and
+    of int8 matrices, which are finite, the changes."""
     for name, view in hf_views(model).items():
         if not view.is_meta:
             yield name, view

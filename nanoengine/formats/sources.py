@@ -111,7 +111,8 @@ def resolve_model(
 
 
 def near(path: Path) -> str:
-    """What lies where a path that does not exist was looked for: names like its own, or a few."""
+    """Name the folders beside a path that does not exist, for the error: those with names like its
+    own, or else a few."""
     names = sorted(one.name for one in path.parent.glob("*") if one.is_dir())
     alike = difflib.get_close_matches(path.name, names, n=_MOST_NEAR)
     if alike:

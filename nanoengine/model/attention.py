@@ -24,7 +24,8 @@ from kernels.backend import Backend
 
 
 class ScoreOptions(TypedDict, total=False):
-    """How a layer scores keys, where it is not softmax(q · k / √D) over all tokens before."""
+    """A layer's own way to score keys, where that is not softmax(q · k / √D) over all tokens
+    before."""
 
     scale: float | None
     """What the scores are multiplied by."""

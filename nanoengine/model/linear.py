@@ -26,7 +26,7 @@ from kernels.linear import InputRecipe
 
 
 class MatrixChange(Protocol):
-    """What is added to a product beside the weight: adapters that requests name."""
+    """The part of a product that does not come from the weight: adapters that requests name."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """y with the changes added, which may be y itself."""
@@ -80,7 +80,7 @@ class PackedLinear(Packed):
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are."""
+        """The device that the weight is on."""
         return self.weight.device
 
     def native(self) -> DecoderMatrix | None:
@@ -107,7 +107,8 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class LogprobOptions:
-    """What is asked of the output head beside the log-probs of ids, at `temperature`."""
+    """The options of the output head: the temperature of the log-probs, and what is computed beside
+    them."""
 
     temperature: float = 1.0
     entropy: bool = False

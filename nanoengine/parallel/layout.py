@@ -63,8 +63,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """How a model is split, beside the sizes of the layout. What a layout has no use for (a
-    schedule without pp, sequence_parallel without tp) is not read."""
+    """The way a model is split, beside the sizes of the layout. A field that a layout has no use
+    for (a schedule without pp, sequence_parallel without tp) is not read."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
     """Order of the pipeline's forward and backward passes."""

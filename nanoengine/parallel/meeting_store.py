@@ -43,8 +43,9 @@ _ATTEMPTS = 20  # to prove the secret: the server shows strangers out while othe
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the store of a mesh listens, and what proves that one belongs there: small and
-    picklable, to be handed to the other ranks by whatever starts them and to nobody else."""
+    """The address of a mesh's store, and the secret with which a rank proves that it belongs there:
+    small and picklable, to be handed to the other ranks by whatever starts them and to nobody
+    else."""
 
     host: str
     port: int

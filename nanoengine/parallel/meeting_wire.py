@@ -34,7 +34,7 @@ def proof(secret: bytes, *said: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: bytes, *said: bytes) -> bool:
-    """Whether `given` is the proof of all this; takes the same time for every wrong one."""
+    """Say whether `given` is the proof of all this; takes the same time for every wrong one."""
     return hmac.compare_digest(given, proof(secret, *said))
 
 
@@ -47,7 +47,8 @@ def frame(*fields: bytes) -> bytes:
 
 
 def body_bytes(head: bytes) -> int:
-    """How long the frame is that begins so. `ValueError` for one that is longer than any of ours"""
+    """The length in bytes of the frame that begins so. `ValueError` if it is longer than any of
+    ours."""
     (length,) = _LENGTH.unpack(head)
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes: at most {MOST_BYTES}")

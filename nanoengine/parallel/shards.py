@@ -58,8 +58,8 @@ def entries(
 
 
 def _masters(state: BucketState) -> Iterator[tuple[ShardEntry, Tensor]]:
-    """What this rank owns of each parameter in full width; what is written to it before the next
-    one is asked for stays."""
+    """Yield the part that this rank owns of each parameter, in full width. Values written to it
+    before the next one is asked for stay."""
     for entry in entries_of(state.bucket):
         if state.remainder is None:
             yield entry, entry.of(state.master)

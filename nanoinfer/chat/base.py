@@ -18,7 +18,7 @@ from nanoengine.text.chat_template import Message
 
 
 class Described(Protocol):
-    """What a model is told of a tool, whoever runs it."""
+    """The description of a tool that a model is given, whoever runs the tool."""
 
     @property
     def name(self) -> str: ...
@@ -58,7 +58,8 @@ class Parser(Protocol):
         ...
 
     def describe(self, tools: Sequence[Described]) -> str:
-        """What the system prompt says of the tools where the chat template cannot list them."""
+        """The text of the system prompt about the tools, where the chat template cannot list
+        them."""
         ...
 
     def observation(self, results: Sequence[str]) -> list[Message]:

@@ -32,7 +32,7 @@ class ToolChat:
 
 
 def visible(text: str) -> str:
-    """What a turn says when its reasoning is left out."""
+    """The text of a turn without its reasoning."""
     said = split_reasoning(text)[1]
     if any(mark in text for mark in HARMONY):
         said = resolve_name(READER)().read(text).content

@@ -33,7 +33,7 @@ MAX_FORMS = 32  # lists of tools that are kept
 
 @dataclass(frozen=True)
 class ChatForm:
-    """How a model is told of `tools`, the ones that a client offers."""
+    """The form in which a model is told of `tools`, the ones that a client offers."""
 
     parser: Parser
     description: str
@@ -128,7 +128,7 @@ class ChatForm:
         return {**rest, "content": f"{opening}{thought}{closing}{message['content'] or ''}"}
 
     def reader(self, *, has_tools: bool, opened: str = "") -> ReplyReader:
-        """Of the turns that answer a request which offers tools, or none."""
+        """A reader of the turns that answer a request, which offers tools or none."""
         return ReplyReader(
             self.parser if has_tools else None, opened, tuple(sorted(self.marks.values()))
         )

@@ -32,7 +32,8 @@ Place = tuple[int, int, Found]
 
 @dataclass(frozen=True)
 class Marks:
-    """What opens a call, and what may become that at the end of a text that goes on."""
+    """The patterns of the marks that open a call, and of their beginnings at the end of a text that
+    goes on."""
 
     whole: re.Pattern[str]
     """Reasoning too: everything at which the walk stops."""
@@ -40,8 +41,8 @@ class Marks:
 
     @classmethod
     def of(cls, opening: str, *literals: str, begun: str = "") -> Marks:
-        """Of the regex `opening`. Its beginnings are those of `literals`, and the regex `begun`,
-        which matches the rest of the text."""
+        """The marks that match the regex `opening`. Its beginnings are those of `literals`, and the
+        regex `begun`, which matches the rest of the text."""
         thinking = "|".join(re.escape(mark) for pair in REASONING.items() for mark in pair)
         parts = [*([begun] if begun else []), *map(beginnings, literals)]
         return cls(
@@ -67,7 +68,8 @@ class WalkingParser(ABC):
 
     @abstractmethod
     def read_one(self, text: str, mark: re.Match[str]) -> tuple[Found, int]:
-        """What the match of a mark opens, and where to go on: behind the match's start."""
+        """Read the call that the match of a mark opens, and return it with the place to go on from:
+        behind the match's start."""
 
     def find(self, text: str) -> list[Place]:
         """The calls of a turn, each with its place."""
@@ -77,7 +79,7 @@ class WalkingParser(ABC):
         return [call for _, _, found in self.find(text) for call in found]
 
     def beside(self, text: str) -> str:
-        """What a turn says before, between and behind its calls, the blanks around left out."""
+        """The text before, between and behind the calls of a turn, without the blanks around it."""
         parts = (part.strip() for part in parts_beside(text, self.find(text)))
         return "\n".join(part for part in parts if part)
 
@@ -103,7 +105,7 @@ def parts_beside(text: str, places: Sequence[Place]) -> list[str]:
 
 
 def find_calls(text: str, parser: WalkingParser) -> list[Place]:
-    """What `parser` finds in a turn, a part at a time."""
+    """Find the calls of a turn with `parser`, one part of the text at a time."""
     found: list[Place] = []
     pattern = parser.marks.whole
     place = num_calls = 0
@@ -129,7 +131,7 @@ def find_calls(text: str, parser: WalkingParser) -> list[Place]:
 
 
 def too_many() -> ToolCallError:
-    """What stands in the place of the calls that are not read."""
+    """The error that stands in the place of the calls that are not read."""
     return ToolCallError(f"more than {MAX_CALLS} calls in one turn, the rest was not read")
 
 

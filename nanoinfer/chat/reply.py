@@ -54,7 +54,7 @@ Mode = Literal["opening", "reasoning", "between", "content", "harmony"]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReply:
-    """What a turn says."""
+    """A turn, split into its reasoning, its text and its calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -102,8 +102,8 @@ def mark_tokens(tokenizer: ChatTokenizer, *, has_tools: bool) -> dict[int, str]:
 
 
 def spoken_ids(tokenizer: ChatTokenizer, ids: Sequence[int], marks: Mapping[int, str]) -> list[int]:
-    """What a turn says of its sampled `ids`: all but control tokens that are no `marks`, and the
-    one that ended it."""
+    """The sampled `ids` that belong to a turn's text: all but the token that ended it and the
+    control tokens that are no `marks`."""
     said = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     hidden = tokenizer.special_ids - marks.keys()
     return [token for token in said if token not in hidden]
@@ -155,7 +155,7 @@ class ReplyStream:
         self._reasoning = self._content = ""
 
     def push(self, piece: str) -> SplitReply:
-        """What is sure now, of reasoning and text, and was not before."""
+        """Take a piece, and return the reasoning and text that are sure now and were not before."""
         self._pieces.append(piece)
         self._text += piece
         before = len(self._reasoning), len(self._content)

@@ -65,8 +65,8 @@ def ids_after_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> AfterTurn:
-    """What to append to a turn: its end, where it has none of its own, then the `new` messages and
-    all else up to the next turn of the assistant.
+    """The tokens to append to a turn: its end, where it has none of its own, then the `new`
+    messages and all else up to the next turn of the assistant.
 
     `history` ends with the assistant's message; `last_id` is the last token of that turn, None for
     an empty one. `tools` and `variables` are those that the conversation opened with. `ValueError`
@@ -132,13 +132,13 @@ class _Marked:
             self._history[-1] = {**self._history[-1], "content": self._mark}
 
     def ids(self, new: Sequence[Message]) -> list[int]:
-        """What stands behind the mark: up to the next turn, or without `new` messages to the end
-        of the finished chat."""
+        """The tokens behind the mark: up to the next turn, or without `new` messages to the end of
+        the finished chat."""
         text, masks = self._rendered(new)
         return self._tokenizer.encode_rendered(self._behind(text), masks)
 
     def ids_before(self, new: Sequence[Message]) -> list[int]:
-        """What stands between the mark and the content of the first of the `new` messages."""
+        """The tokens between the mark and the content of the first of the `new` messages."""
         marks = [_new_mark() for _ in new]
         text, masks = self._rendered(
             [{**message, "content": mark} for message, mark in zip(new, marks, strict=True)]

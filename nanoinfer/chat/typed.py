@@ -51,7 +51,7 @@ def value_of(text: str, schema: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """What a model writes for `value`."""
+    """The text that a model writes for `value`."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -17,7 +17,8 @@ MAX_STOP_CHARS = 1000
 
 
 def call_grammar(call: ApiCall) -> Grammar | None:
-    """What the answer must match. `ValueError` where a tool is forced that is not offered."""
+    """The grammar that the answer must match. `ValueError` where a tool is forced that is not
+    offered."""
     if not call.has_bare_calls:
         return call.grammar
     # Where no call is forced, the schema is the answer's, and before it the model may call.

@@ -124,7 +124,7 @@ def message_of(reply: ApiReply) -> Message:
 
 
 def assistant_message(text: str, calls: Sequence[ApiToolCall], reasoning: str = "") -> Message:
-    """What an assistant said, as chat templates read it."""
+    """A turn of the assistant as chat templates read it."""
     message: Json = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -181,7 +181,7 @@ def bearer_key(headers: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiAnswer:
-    """What the engine said to a call."""
+    """The engine's answer to a call."""
 
     id: str
     """Unique, of letters and digits; a dialect puts its own prefix in front."""
@@ -235,7 +235,7 @@ class Dialect(Protocol):
 
     @property
     def path(self) -> str:
-        """Where it is served, behind the episode's base URL: "/v1/chat/completions"."""
+        """The path at which it is served, behind the episode's base URL: "/v1/chat/completions"."""
         ...
 
     def key(self, headers: Mapping[str, str]) -> str:
@@ -274,7 +274,7 @@ class CountingDialect(Dialect, Protocol):
 
     @property
     def count_path(self) -> str:
-        """Where it does so, behind the episode's base URL."""
+        """The path at which it counts tokens, behind the episode's base URL."""
         ...
 
     def read_count(self, body: Json) -> ApiCall:

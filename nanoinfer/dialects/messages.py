@@ -246,7 +246,7 @@ class OutputConfig(StrictBody):
 
 
 class Prompt(StrictBody):
-    """What /v1/messages/count_tokens counts."""
+    """The body of /v1/messages/count_tokens: the prompt that it counts."""
 
     ignored = HARMLESS | {
         *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "compaction"),

@@ -139,7 +139,7 @@ class CallItem(StrictBody):
 
 
 class OutputItem(StrictBody):
-    """What a call brought."""
+    """The result of a call."""
 
     ignored = OF_ITEMS | {"name", "namespace"}
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -154,7 +154,7 @@ class ReasoningText(StrictBody):
 
 
 class ReasoningItem(StrictBody):
-    """What the model thought; what is not in the clear is another server's."""
+    """The model's reasoning. Encrypted reasoning is another server's and is ignored."""
 
     ignored = OF_ITEMS | {"encrypted_content", "summary"}
     type: Literal["reasoning"]
@@ -162,13 +162,13 @@ class ReasoningItem(StrictBody):
 
 
 class SilentItem(BaseModel):
-    """What a server that is not this one did on its way."""
+    """A search that another server made on its way; it says nothing to the model."""
 
     type: Literal["web_search_call"]
 
 
 class OtherItem(BaseModel):
-    """What cannot be read here."""
+    """An item that cannot be read here."""
 
     type: Literal["item_reference", "compaction", "other"]
 
@@ -522,8 +522,8 @@ class ResponsesDialect:
         return error.to_json()
 
     def _items(self, call: ApiCall, answer: ApiAnswer) -> list[Json]:
-        """What was said. Without calls there is a message, if only an empty one: clients count on
-        it."""
+        """The items of an answer. Without calls there is a message, if only an empty one: clients
+        count on that."""
         (reply,) = answer.replies
         items: list[Json] = []
         if reply.reasoning:
@@ -665,7 +665,8 @@ def _with_bytes(entry: Json) -> Json:
 
 
 def _head(call: ApiCall, answer: ApiAnswer) -> Json:
-    """What is known before the answer, with the fields that clients require."""
+    """The part of a response that is known before the answer, with the fields that clients
+    require."""
     named = {"type": "function", "name": call.forced_tool}
     required = "required" if call.forced_tool == "" else named
     return {

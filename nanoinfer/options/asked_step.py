@@ -31,8 +31,8 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class AskedOutput(RunnerOutput):
-    """What a runner gives of a step that is not plain. `sampled` positions include drafts;
-    `scores` has one entry for each prompt token to be scored.
+    """A runner's results of a step that is not plain. `sampled` positions include drafts; `scores`
+    has one entry for each prompt token to be scored.
 
     Of a step with a decode and a decode with one draft: `AskedOutput(tokens=[7, 4, 9],
     logps=[-0.1, -2.3, -0.7], sampled_logps=[-0.1, -2.3, -0.7])`."""

@@ -170,7 +170,7 @@ def _bitmask(edits: Sequence[LogitEdits], vocab: int) -> Tensor | None:
 
 
 class Matcher:
-    """Where one request stands in its grammar."""
+    """The place that a request has reached in its grammar."""
 
     def __init__(self, walker: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._walker = walker
@@ -256,8 +256,8 @@ class GrammarCompiler:
 
 
 def _problem_of_a_step(walker: Any) -> str:
-    """What goes wrong when a first token is taken; empty if nothing does. What a pattern costs
-    shows there: better here, in a thread of its own, than in a step of the engine."""
+    """The error of taking a first token; empty if there is none. The cost of a pattern shows there:
+    better here, in a thread of its own, than in a step of the engine."""
     packed = np.frombuffer(walker.compute_bitmask(), dtype=np.uint8)
     allowed = np.unpackbits(packed, bitorder="little").nonzero()[0]
     if len(allowed):

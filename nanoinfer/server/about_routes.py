@@ -87,7 +87,7 @@ class AboutRoutes:
 
 
 def package_version() -> str:
-    """Of the installed package; of a bare checkout there is none."""
+    """The version of the installed package; "0" for a bare checkout, which has none."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:

@@ -71,7 +71,7 @@ def _is_one_of(given: list[str], keys: list[str]) -> bool:
 
 
 def given_keys(request: Request) -> Iterator[str]:
-    """What a request sends as a key, in each of the ways that clients know."""
+    """The keys that a request sends, in each of the ways that clients know."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         yield value.strip()
@@ -108,8 +108,8 @@ def read_key(file: Path | None, *, flag: str = "--api-key-file") -> str | None:
 
 
 def read_key_file(file: Path, flag: str) -> str:
-    """What stands in a file of keys. `ValueError` if it cannot be read. One that other users of the
-    machine can read is told of: they have the keys as well."""
+    """The text of a file of keys. `ValueError` if it cannot be read. A warning is logged where
+    other users of the machine can read it: they have the keys as well."""
     file = file.expanduser()
     try:
         text = file.read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ class RefusalPart(StrictBody):
 
 
 class ThinkingPart(BaseModel):
-    """What the model thought, as some clients keep it in the content; `reasoning` has it too."""
+    """The model's reasoning, as some clients keep it in the content; `reasoning` has it too."""
 
     type: Literal["thinking", "redacted_thinking", "reasoning"]
 
@@ -75,7 +75,7 @@ class ThinkingPart(BaseModel):
 
 
 class ToolReference(StrictBody):
-    """What a search for tools found; all of them are offered from the beginning."""
+    """A tool that a search for tools found. Tools are all offered from the beginning."""
 
     ignored = NOTES
     type: Literal["tool_reference"]

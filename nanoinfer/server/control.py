@@ -44,7 +44,7 @@ class Control:
         return self._tag[1] if self._tag and self._tag[0] == version else str(version)
 
     def state(self) -> dict[str, object]:
-        """What of the server is stopped, and the version that it serves."""
+        """The version that is served, and whether the server is paused, asleep or drained."""
         engine = self.client.engine
         return {
             "version": engine.version,

@@ -36,7 +36,7 @@ def _unless_flag(given: Any) -> Any:
 
 
 class StructuredOutputs(StrictBody):
-    """What an answer must match, by one of the forms: vLLM's name for `guided_*`."""
+    """The constraint that an answer must match, in a single form: vLLM's name for `guided_*`."""
 
     ignored = frozenset({"disable_fallback"})
     refused = {  # noqa: RUF012

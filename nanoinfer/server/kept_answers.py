@@ -72,7 +72,7 @@ class KeptAnswers:
         return replace(call, messages=[*own, *kept.messages, *new])
 
     def _let_go(self) -> None:
-        """Of what is too old, or too much."""
+        """Forget the oldest answers while they are too old, or too many bytes are kept."""
         now = self._clock()
         for name, kept in list(self._kept.items()):
             if self._num_bytes <= self._max_bytes and now - kept.kept_at <= self._max_age_s:

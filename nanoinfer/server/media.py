@@ -44,7 +44,7 @@ class MediaPart(BaseModel):
 
     @property
     def text(self) -> str:
-        """What the model reads in its place."""
+        """The words that the model reads in its place."""
         return f"[{self.noun} left out: this model reads text]"
 
 

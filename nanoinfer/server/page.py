@@ -28,7 +28,7 @@ class PageTool:
 
 @dataclass(frozen=True, kw_only=True)
 class PageAbout:
-    """What the page tells of the model before anything is said."""
+    """The page's account of the model, before anything is said."""
 
     title: str = ""
     """Empty: the model's name."""

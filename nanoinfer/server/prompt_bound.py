@@ -35,7 +35,7 @@ PIECE_CHARS = 1 << 14
 
 
 class PromptBound:
-    """What fits into a context of `max_tokens`. For one event loop."""
+    """The bound on a prompt for a context of `max_tokens`. It belongs to one event loop."""
 
     def __init__(self, tokenizer: ChatTokenizer, max_tokens: int, most_at_once: int = 1) -> None:
         """So many large prompts are encoded at once; the threads are there for others, too."""
@@ -53,9 +53,9 @@ class PromptBound:
         return ESCAPE_BYTES * self.max_text_bytes + FIELD_BYTES
 
     async def encoded(self, parts: Sequence[Any], encode: Callable[[], list[int]]) -> list[int]:
-        """What `encode` makes of the texts in `parts`, of which large ones keep nobody waiting.
-        ApiError where they cannot fit. Names of fields count: so there are never more messages than
-        tokens, of which a template may look at all for each."""
+        """The tokens that `encode` makes of the texts in `parts`. Large texts keep nobody else
+        waiting. ApiError where they cannot fit. Names of fields count: so there are never more
+        messages than tokens, of which a template may look at all for each."""
         text = all_text(*parts)
 
         def checked() -> list[int]:
@@ -83,7 +83,7 @@ class PromptBound:
         return False
 
     def error(self) -> ApiError:
-        """What the client is told of a prompt that is too long."""
+        """The error that the client gets for a prompt that is too long."""
         return ApiError(
             400,
             f"the prompt is too long: the context length is {self.max_tokens} tokens; shorten it",

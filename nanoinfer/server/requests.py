@@ -159,7 +159,8 @@ class Sampling(GrammarFields, ABC):
         )
 
     def cut(self, ids: list[int], room: int, max_tokens: int | None) -> list[int]:
-        """What `truncate_prompt_tokens` leaves of a prompt, where prompt and answer have `room`."""
+        """The tokens of a prompt that `truncate_prompt_tokens` leaves, where prompt and answer have
+        `room`."""
         most = self.truncate_prompt_tokens
         if most == -1:
             most = max(1, room - (max_tokens or 1))

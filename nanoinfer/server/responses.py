@@ -132,7 +132,8 @@ def prompt_logprobs(ids: Sequence[int], output: Output) -> list[Json | None] | N
 
 
 def reasoning_json(text: str) -> Json:
-    """What a turn thought, under the name that clients know and the one that vLLM gave it since."""
+    """The reasoning of a turn, under the name that clients know and the one that vLLM gave it
+    since."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -143,7 +144,8 @@ def call_json(call: FunctionCall, name: str) -> Json:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a completion may hold: reasoning, text and calls, or nothing but one forced call."""
+    """The parts that a completion may hold: reasoning, text and calls, or nothing but one forced
+    call."""
 
     reader: ReplyReader
     is_forced: bool
@@ -193,11 +195,11 @@ class ChatFormat:
         self.tools = ToolUse(reader, body.is_tool_forced, messages)
 
     def shown(self, output: Output) -> Output:
-        """What was asked for of an output."""
+        """The output with as many top log-probs as were asked for."""
         return with_top(output, self.num_top or 0)
 
     def head(self, prompt: list[int], output: Output) -> Json:
-        """What stands beside the choices: the scores of the prompt that they share."""
+        """The fields beside the choices: the scores of the prompt that they share."""
         if self.num_prompt_top is None:
             return {}
         scores = prompt_scores(self.tokenizer, prompt, output, self.num_prompt_top)
@@ -316,7 +318,7 @@ class TextFormat:
         self._has_answer = body.max_tokens != 0
 
     def shown(self, output: Output) -> Output:
-        """What was asked for of an output."""
+        """The output with the answer, if that was asked for, and as many top log-probs as were."""
         return with_top(output if self._has_answer else without_answer(output), self._num_top or 0)
 
     def head(self, prompt: list[int], output: Output) -> Json:

@@ -114,7 +114,7 @@ class RlRoutes:
         self._control, self._limits = control, limits
 
     def questions(self) -> dict[str, Handler]:
-        """What a GET asks, and changes nothing."""
+        """The routes for GET, which change nothing."""
         return {
             "/is_paused": self._says("is_paused"),
             "/is_sleeping": self._says("is_asleep", "is_sleeping"),

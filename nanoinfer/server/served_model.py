@@ -13,7 +13,7 @@ from nanoinfer.server.prompt_bound import PromptBound
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What every route knows of the model."""
+    """The served model, as every route knows it."""
 
     client: AsyncEngine
     tokenizer: ChatTokenizer

@@ -50,7 +50,7 @@ class StrictBody(BaseModel):
 
     @classmethod
     def standing(cls, name: str) -> Standing:
-        """What becomes of a field of that name."""
+        """Say how a field of that name is treated."""
         if name in cls.refused:
             return "refused"
         if name in cls.own_names():

@@ -73,8 +73,8 @@ def token_names(tokenizer: ChatTokenizer, tokens: Iterable[int]) -> dict[int, st
 
 
 class TextOffsets:
-    """Where tokens begin in the text that they become. Half of a character is where the whole will
-    be, and control tokens, which the text is shown without, take no room."""
+    """The places at which tokens begin in the text that they become. Half of a character stands
+    where the whole will be, and control tokens, which the text is shown without, take no room."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -48,8 +48,8 @@ class _StepRows(threading.local):
 
 
 class _MatrixAdapters:
-    """What a `PackedLinear` asks after its product (its `adapters`): the changes of every engine
-    over the model, of which one whose step is not under way has no rows. They go with the engine.
+    """The `adapters` that a `PackedLinear` asks after its product: the changes of every engine over
+    the model. An engine whose step is not under way has no rows. The changes go with their engine.
     """
 
     def __init__(self, matrix: PackedLinear) -> None:
@@ -93,8 +93,8 @@ class AdapterPool:
             raise ValueError(f"adapter={name!r}: is not loaded (loaded: {loaded}); load it first")
 
     def key(self, name: str) -> bytes:
-        """What tells the cache of this adapter, in its present version, from every other; empty for
-        the model alone."""
+        """The bytes that tell the cache of this adapter, in its present version, from every other;
+        empty for the model alone."""
         return self._keys[name] if name else b""
 
     def load(self, name: str, source: str | Path | Adapter) -> None:

@@ -56,7 +56,7 @@ class FullStep(StepInput):
 
     @property
     def asked(self) -> AskedStep:
-        """What its requests ask for; nothing in a plain step."""
+        """The options that its requests ask for; nothing in a plain step."""
         return _NOTHING if self.options is None else cast(AskedStep, self.options)
 
 

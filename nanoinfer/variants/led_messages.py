@@ -119,12 +119,13 @@ def decode(raw: bytes) -> LedMessage:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """Of a dataclass, without a deep copy: what is in it is only read."""
+    """The fields of a dataclass, without a deep copy: they are only read."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know by itself: a grammar, and numpy's numbers."""
+    """Turn a value that JSON does not know by itself, a grammar or a number of numpy's, into one
+    that it does. TypeError for any other."""
     if isinstance(value, Grammar):
         return _fields(value)
     if isinstance(value, Integral):

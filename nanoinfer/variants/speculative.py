@@ -188,8 +188,8 @@ class DraftedStep(Step):
 
 
 class DraftingScheduler(BatchScheduler):
-    """What is left of a step's budget goes to guesses at what decoding sequences will sample;
-    nobody waits or is preempted for a guess."""
+    """Spends what is left of a step's budget on guesses at the tokens that decoding sequences will
+    sample; nobody waits or is preempted for a guess."""
 
     def __init__(
         self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int, drafter: Drafter

@@ -39,7 +39,7 @@ class PlayRollout(Protocol):
     ) -> Rollout: ...
 
 
-class HindsightWriter(Protocol):
+class GroupHindsight(Protocol):
     """Writes what a teacher reads of a group that has been played (algorithms/hindsight.py)."""
 
     def write(self, task: Task, rollouts: Sequence[Rollout]) -> None: ...
@@ -57,7 +57,7 @@ class RolloutCollector:
         run_seed: int,
         max_retries: int = 2,
         most_lost: int = MOST_LOST,
-        hindsight: HindsightWriter | None = None,
+        hindsight: GroupHindsight | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most_lost` is the number of rollouts that may fail for good in a row. `hindsight` writes

@@ -80,7 +80,8 @@ class Scoring:
 def score_group(
     rollouts: Sequence[Rollout], version: int, scoring: Scoring
 ) -> dict[str, dict[Field, list[Tensor]]]:
-    """What `scoring` says of rollouts before their batch is complete, as `Scoring.known`."""
+    """The scores that `scoring` gives rollouts before their batch is complete, as
+    `Scoring.known`."""
     samples = _scored(rollouts, samples_of(rollouts, version), scoring)
     found: dict[str, dict[Field, list[Tensor]]] = {}
     rest = iter(samples)

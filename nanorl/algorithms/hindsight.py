@@ -50,8 +50,8 @@ SEAM = 4
 
 
 def demonstration_of(task: Task) -> str:
-    """What shows how the task is solved: `data["demonstration"]`, the programs of a problem's first
-    solution and its answer, or the answer alone; empty where there is none."""
+    """A demonstration of how the task is solved: `data["demonstration"]`, the programs of a
+    problem's first solution and its answer, or the answer alone; empty where there is none."""
     shown = task.data.get("demonstration")
     if isinstance(shown, str) and shown:
         return shown

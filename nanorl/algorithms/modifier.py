@@ -32,7 +32,7 @@ class Modifier:
     nothing unless a subclass says so."""
 
     def earned(self, rollout: Rollout) -> Hashable | None:
-        """What a rollout earned, as others are compared with it; None: its total reward."""
+        """The earnings by which a rollout is compared with others; None: its total reward."""
 
     def select(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[Rollout]:
         """The rollouts that take part."""
@@ -86,7 +86,7 @@ class Modified(GRPO):
 
     @cached_property
     def modifiers(self) -> tuple[Modifier, ...]:
-        """Who changes a stage."""
+        """The modifiers that change a stage."""
         return ()
 
     def earned(self, rollout: Rollout) -> Hashable:

@@ -42,7 +42,7 @@ class _Seam:
 
 
 class Scaffold:
-    """What a tokenizer's chat template puts around the messages of an observation.
+    """The tokens that a tokenizer's chat template puts around the messages of an observation.
 
     scaffold = Scaffold(tokenizer)
     mask = scaffold.said(rollout.tokens[span.action_end : span.observation_end])
@@ -112,8 +112,8 @@ class Scaffold:
         return max(found, key=lambda seam: (len(seam.core), len(seam.right)), default=None)
 
     def _fits(self, tokens: Sequence[int], ids: Ids) -> bool:
-        """Whether tokens begin with `ids`. The last one may touch a content, if it is no control
-        token, and need not be itself then."""
+        """Say whether tokens begin with `ids`. The last one may touch a content, if it is no
+        control token, and need not be itself then."""
         count = len(ids) - (bool(ids) and ids[-1] not in self._controls)
         return len(tokens) >= len(ids) and tuple(tokens[:count]) == ids[:count]
 
@@ -146,7 +146,7 @@ class Scaffold:
 
 
 def _touching(tokens: Sequence[int], ids: Ids) -> int:
-    """How many of the tokens are of `ids`, wholly or together with what they touch."""
+    """Count the tokens that are of `ids`, wholly or together with what they touch."""
     same = len(_common(tokens, ids))
     return min(same + (same < len(ids)), len(tokens))
 

@@ -91,12 +91,12 @@ class OptionGroup(Modified):
 
     @property
     def advantage_part(self) -> AdvantagePart:
-        """What the estimator declares."""
+        """The declaration of the advantage estimator."""
         return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
 
     @property
     def loss_part(self) -> LossPart:
-        """What the loss declares."""
+        """The declaration of the loss."""
         return LOSSES.get(self.loss, OWN_LOSS)
 
     def check(self) -> None:

@@ -32,6 +32,6 @@ class OwnLoss(ClippedLoss):
     """A function of (logp_T, batch), whose batch has the old policy's log-probs."""
 
     def __call__(self, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
-        """What the function returns, [T]."""
+        """The loss of each token, [T], as the function returns it."""
         loss: Tensor = load_own("loss", self.spec.loss)(logp_T, replace(batch, old_logp_T=old_T))
         return loss

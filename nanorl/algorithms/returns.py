@@ -84,7 +84,7 @@ def gae(
     """
     lengths = sequence_ids_T.unique_consecutive(return_counts=True)[1]
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return kernels.returns.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask_T=mask_T)
+    return kernels.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask_T=mask_T)
 
 
 def reinforce_pp_of_batch(

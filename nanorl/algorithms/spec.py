@@ -93,7 +93,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
 
     @cached_property
     def modifiers(self) -> tuple[Modifier, ...]:
-        """What acts in the stages of a batch, in the order of the options."""
+        """The modifiers that act in the stages of a batch, in the order of the options."""
         paths = [owner.modifier(self) for owner in self._owners("modifier")]
         return tuple(resolve_name(path)(self) for path in paths if path)
 

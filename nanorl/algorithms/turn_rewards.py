@@ -148,7 +148,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def of_first_sequences(batch: AdvantageBatch, of_S: Sequence[X]) -> list[X]:
-    """What belongs to the first sequence of each rollout."""
+    """The entries of `of_S` for the first sequence of each rollout."""
     if batch.rollout_ids_S is None:
         return list(of_S)
     first: dict[int, X] = {}

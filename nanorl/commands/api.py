@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """What a run leaves behind."""
+    """A finished run: its config, its summary and its folder."""
 
     config: RunConfig
     summary: Mapping[str, Any]
@@ -147,7 +147,8 @@ def configured(model: str | None, env: Any, options: Mapping[str, Any]) -> tuple
 
 
 def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
-    """Where the environment goes along as an object, or by its name."""
+    """Put the environment's name into the config, and return with it the object that goes along;
+    None where the name is enough."""
     if env is None:
         return config, None
     if config.cluster.backend == "inline":
@@ -162,8 +163,8 @@ def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
 
 
 def _name_of(env: Any) -> str:
-    """What a run is recorded with, so that `nanorl eval RUN` and others find its environment, or
-    say that they do not: never another one.
+    """The name with which a run is recorded, so that `nanorl eval RUN` and others find its
+    environment, or say that they do not: never another one.
 
     A file goes by its path, a module of a package by its name. A script is not run once more for
     its class: it may train again.

@@ -162,7 +162,7 @@ class Engines:
 
 @dataclass
 class ChatSession:
-    """What a chat has on the screen: the conversation, who answers, and the commands."""
+    """A chat on the screen: the conversation, who answers, and the commands."""
 
     saved: SavedModels
     config: RunConfig
@@ -175,7 +175,7 @@ class ChatSession:
         self._is_line_open = False
 
     def typed_lines(self) -> Iterator[str]:
-        """What the person types, until Ctrl-D."""
+        """Yield the lines that the person types, until Ctrl-D."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
         self._show(f"{self.saved.describe()}\n/help lists the commands, Ctrl-D ends.", "dim")

@@ -145,8 +145,8 @@ def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> i
 def evaluation_of(
     options: EvalOptions, *, env: object = None, run_to_end: RunToEnd = asyncio.run
 ) -> tuple[Evaluation, Path]:
-    """What the model that is named does, and the folder in which the result lies; what the verb and
-    the library share. `env` and `run_to_end` as in `run_evaluation`."""
+    """Evaluate the model that is named, and return the result with the folder in which it lies. The
+    verb and the library share this. `env` and `run_to_end` as in `run_evaluation`."""
     from nanorl.run.saved_models import find_models
 
     saved = find_models(options.model)

@@ -33,8 +33,8 @@ _TIMEOUT_S = 10.0
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """What was said and earned. `reward` is the whole episode's, beside those of single turns;
-    `is_done` says whether the environment ended it."""
+    """A played episode: the words and the rewards. `reward` is the whole episode's, beside those of
+    single turns; `is_done` says whether the environment ended it."""
 
     task: Task
     messages: list[Message] = field(default_factory=list)
@@ -86,7 +86,8 @@ def rehearse(
 
 
 def _most_turns(kind: EnvKind) -> int:
-    """How many turns an agent has in a run of this environment, unless a flag says otherwise."""
+    """The number of turns that an agent has in a run of this environment, unless a flag says
+    otherwise."""
     return with_options(
         get_preset("smollm2").config(), kind.defaults, where=kind.name
     ).agent.max_turns
@@ -105,7 +106,8 @@ _TOKENIZER: Any = _PlainTemplate()
 
 
 class _Script:
-    """Who speaks in place of the policy."""
+    """The script that speaks in place of the policy: the given turns, or the environment's
+    teacher."""
 
     def __init__(
         self, kind: EnvKind, episode: Environment, turns: Sequence[str] | None, seed: int
@@ -160,7 +162,7 @@ async def _play(episode: Environment, script: _Script, played: Rehearsal, *, mos
 
 
 def _empty_rollout(task: Task) -> Rollout:
-    """What `score` finds as the rollout: one without a token."""
+    """The rollout that `score` is given: it has no token."""
     nothing: list[Any] = []
     return Rollout(
         task_id=task.task_id,

@@ -30,7 +30,7 @@ from nanorl.options.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ServeEnvOptions:
-    """How an environment is served."""
+    """The way in which an environment is served."""
 
     args: tuple[str, ...] = ()
     """Its arguments, as name=value."""
@@ -116,8 +116,8 @@ async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> N
 
 
 def kept_secret(folder: Path) -> bytes:
-    """What seals tasks, from a file that only its owner reads, so that clients can go on after a
-    restart; made if it is not there, and b"" where none can be kept."""
+    """The key that seals tasks, from a file that only its owner reads, so that clients can go on
+    after a restart; made if it is not there, and b"" where none can be kept."""
     file = folder / "serve-env.key"
     try:
         folder.mkdir(parents=True, exist_ok=True)

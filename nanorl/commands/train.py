@@ -82,8 +82,9 @@ def run_training(
 
 
 def first_lines(parts: Parts, walls: str) -> list[str]:
-    """What a run says before it begins: the model and where it is from, the sandbox (`walls`, empty
-    where no programs run), its folder and device, and whether there are fewer tasks than wanted."""
+    """The lines that a run prints before it begins: the model and where it is from, the sandbox
+    (`walls`, empty where no programs run), its folder and device, and whether there are fewer tasks
+    than wanted."""
     from nanorl.run.cards.model_source import model_source
     from nanorl.run.heldout_success import too_few
 

@@ -40,8 +40,8 @@ NO_MATCH = "no rollout matches"
 
 @dataclass(frozen=True, kw_only=True)
 class TerminalOptions:
-    """What the terminal shows, 20 rollouts at most, the newest last. One of these options means the
-    terminal."""
+    """The rollouts that the terminal shows, 20 at most, the newest last. One of these options means
+    the terminal."""
 
     terminal: bool = False
     """Read in the terminal, without a browser."""

@@ -38,7 +38,8 @@ class GroupBatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was done with groups that did not fit, and the sampled tokens that it cost."""
+        """The numbers of groups that did not fit, by fault and by what was done with them, and of
+        the sampled tokens that this cost."""
         counts = {f"groups_{fault}": float(self.faults[fault]) for fault in FAULTS}
         return counts | {
             "groups_replaced": float(self.num_replaced),

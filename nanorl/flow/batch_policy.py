@@ -27,7 +27,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPolicy:
-    """Which groups make a batch, and what becomes of those that do not fit."""
+    """The choice of the groups that make a batch, and the treatment of those that do not fit."""
 
     order: Order = "task"
     """task: groups are trained on in the order of their tasks, so that a synchronous run has the
@@ -73,6 +73,6 @@ class BatchPolicy:
 
     @property
     def remedies(self) -> Mapping[Fault, str]:
-        """What becomes of a group by its fault."""
+        """The treatment of a group, by its fault."""
         found: dict[Fault, str] = {fault: getattr(self, fault) for fault in FAULTS}
         return MappingProxyType(found)

@@ -30,7 +30,7 @@ from nanorl.task import Task, derive_seed
 
 
 class TaskSource(Protocol):
-    """Where tasks come from (envs/tasks/source.py): a pure function of two integers."""
+    """The source of tasks (tasks/source.py): a pure function of two integers."""
 
     def batch(self, step: int, n: int) -> Sequence[Task]: ...
 
@@ -47,7 +47,7 @@ class Curriculum(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What it has learnt, as JSON; `load` is the inverse."""
+        """The things that it has learnt, as JSON; `load` is the inverse."""
         ...
 
     def load(self, state: dict[str, Any]) -> None: ...
@@ -141,7 +141,7 @@ class TaskChooser:
         self._source, self._curriculum, self._seed = source, curriculum, seed
 
     def task(self, number: int) -> Task:
-        """What is played as number `number`, counted over the whole run."""
+        """The task that is played as number `number`, counted over the whole run."""
         candidates = self._source.batch(number, self._curriculum.num_candidates)
         rng = random.Random(derive_seed(self._seed, "curriculum", number))
         return self._curriculum.choose(candidates, rng)

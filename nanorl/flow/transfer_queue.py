@@ -37,7 +37,7 @@ GROUP = "group"
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCursor:
-    """Which rows a consumer has had: all below `next_index`, and `beyond`."""
+    """The rows that a consumer has had: all below `next_index`, and `beyond`."""
 
     next_index: int = 0
     beyond: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Consumer:
 
     @property
     def cursor(self) -> QueueCursor:
-        """Where it stands now."""
+        """The rows that it has had until now."""
         return QueueCursor(next_index=self._next, beyond=tuple(sorted(self._beyond)))
 
     @property

@@ -16,7 +16,8 @@ TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Where the roles of a run live: trainer ranks, rollout replicas, agents, the store."""
+    """The processes and machines in which the roles of a run live: trainer ranks, rollout replicas,
+    agents, the store."""
 
     backend: BackendName = "inline"
     """inline: all in this process, the fastest on a laptop. local: a process each on this machine.
@@ -55,7 +56,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig(LayoutConfig):
-    """How the trainer is split over processes (docs/parallelism.md)."""
+    """The split of the trainer over processes (docs/parallelism.md)."""
 
     threads: int = 0
     """CPU threads of each process; 0: those of the run divided among the processes of a machine."""

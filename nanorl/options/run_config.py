@@ -168,7 +168,7 @@ class RunConfig:
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether training goes on while a checkpoint is written."""
+        """Say whether training goes on while a checkpoint is written."""
         chosen = self.background_saves
         return self.rl.max_staleness > 0 if chosen is None else chosen
 
@@ -299,7 +299,8 @@ class RunConfig:
 
     @property
     def store_address(self) -> str:
-        """Of the rollouts of RL; those of the run's own evaluations are in evaluations.sqlite."""
+        """The address of the store of RL's rollouts; those of the run's own evaluations are in
+        evaluations.sqlite."""
         return self.store or str(self.run_dir / "rollouts.sqlite")
 
     @property
@@ -308,7 +309,7 @@ class RunConfig:
 
     @property
     def http_store(self) -> Path:
-        """Where recorded answers lie."""
+        """The file in which recorded answers lie."""
         return self.http.store or self.run_dir / "http.sqlite"
 
     def to_json(self) -> dict[str, Any]:

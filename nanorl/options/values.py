@@ -147,7 +147,7 @@ def inner_kind(kind: Any) -> Any:
 
 
 def is_open_choice(kind: Any) -> bool:
-    """Whether a type is some names or any other text: `Literal["a", "b"] | str`."""
+    """Say whether a type is some names or any other text: `Literal["a", "b"] | str`."""
     return typing.get_origin(kind) in (Union, types.UnionType) and str in typing.get_args(kind)
 
 

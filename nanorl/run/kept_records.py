@@ -88,4 +88,4 @@ class KeptWeights(RunObserver):
     async def _note(self, step: int) -> None:
         loop, roles = asyncio.get_running_loop(), self._roles
         found = await loop.run_in_executor(roles.optimizer_thread, roles.engine.fingerprints)
-        await roles.store.call(RolloutStore.put_fact, f"distributed/weights/{step}", found)
+        await roles.store.call(RolloutStore.put_fact, f"weights/{step}", found)

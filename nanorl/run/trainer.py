@@ -75,7 +75,7 @@ class StepResult:
 
 @dataclass(kw_only=True)
 class _Flow:
-    """What one `fit` is made of."""
+    """The parts of one `fit`."""
 
     staleness: StalenessController
     queue: TransferQueue
@@ -118,7 +118,7 @@ class Trainer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where tasks and queue stand after the last step; `load` is the inverse."""
+        """The places of tasks and queue after the last step; `load` is the inverse."""
         assert self._cursor is not None, "`fit` has begun"
         return {"queue": self._cursor.to_json(), "curriculum": self.tasks.state()}
 
@@ -319,8 +319,8 @@ class Trainer:
 def played_before(
     journal: Journal, cursor: QueueCursor, staleness: StalenessController
 ) -> list[FinishedGroup]:
-    """What the journal has of groups that no checkpoint has learnt from. Those that a policy
-    sampled which is lost with the steps after the checkpoint are forgotten, and played again."""
+    """The journal's groups that no checkpoint has learnt from. Groups sampled by a policy that was
+    lost with the steps after the checkpoint are forgotten, and played again."""
     groups, lost = [], []
     for group in journal.groups():
         is_of_now = group.newest_version <= staleness.version and not cursor.has_had(group.index)

@@ -93,7 +93,7 @@ def gap_on(
 
 
 def _is_present(sample: Sample) -> bool:
-    """Whether the policy that is about to be updated sampled a token of it."""
+    """Say whether the policy that is about to be updated sampled a token of it."""
     ages = sample.fields[Field.STALENESS]
     return any(m and not age for m, age in zip(action_mask(sample), ages, strict=True))
 

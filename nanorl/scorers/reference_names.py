@@ -57,8 +57,8 @@ def _parse(entry: str, text: str) -> ReferenceName:
 
 
 def shares_of(kind: str, names: Sequence[ReferenceName]) -> list[float]:
-    """How much of the reference's word on a task of this kind is each one's; they add up to 1.
-    ValueError where nobody is asked about it."""
+    """The share that each reference has in the word on a task of this kind; the shares add up to 1.
+    ValueError where no reference is asked about it."""
     own = [one.weight if one.kind and one.kind == kind else 0.0 for one in names]
     if not any(own):
         own = [0.0 if one.kind else one.weight for one in names]

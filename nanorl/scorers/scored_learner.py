@@ -192,8 +192,8 @@ class ScoredLearner(Learner):
         )
 
     def _teacher(self) -> Policy:
-        """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
-        has more."""
+        """The model whose opinion a distillation asks for: the policy itself, where hindsight alone
+        sets the teacher apart."""
         spec = self.spec
         if spec.has_hindsight and spec.hindsight_teacher == "policy":
             return self.engine

@@ -261,7 +261,7 @@ class _AsyncLoop:
         channel.close()
 
     def _serve(self, channel: Channel, received: Received | None) -> None:
-        """What the driver says, or another actor that calls this one."""
+        """Act on a message of the driver, or of another actor that calls this one."""
         if received is None:
             if channel is self._host.driver:
                 self._has_ended.set()
@@ -288,7 +288,7 @@ class _AsyncLoop:
             self._loop.call_soon(self._host.tidy, self._channels)
 
     def _serve_peer(self, channel: Channel, received: Received | None) -> None:
-        """What an actor answers that this one calls."""
+        """Act on the answer of an actor that this one calls."""
         self._host.peers.receive(channel, received)
 
 
@@ -297,7 +297,7 @@ def _has_async_methods(cls: type) -> bool:
 
 
 def _names_main(payload: Payload) -> bool:
-    """Whether something of the program's main module may be in it."""
+    """Say whether something of the program's main module may be in it."""
     if payload.hold is None:
         assert isinstance(payload.data, bytes)
         return b"__main__" in payload.data

@@ -81,7 +81,7 @@ class Connection:
 
 
 def task_error(label: str, failure: Failure, payloads: Sequence[Payload]) -> TaskError:
-    """What the method raised, or its text where the exception itself does not travel."""
+    """The error that the method raised, or its text where the exception itself does not travel."""
     cause: BaseException | None = None
     if payloads:
         try:

@@ -107,7 +107,7 @@ class ForkServer:
 
     @property
     def is_asked(self) -> bool:
-        """Whether an answer is due."""
+        """Say whether an answer is due."""
         return self.is_alive and self._num_asked > 0
 
     def look(self) -> None:

@@ -112,7 +112,7 @@ class Packer:
 
 
 def _are_atoms(obj: Any) -> bool:
-    """Whether these are (args, kwargs) of nothing special, as most calls have."""
+    """Say whether these are (args, kwargs) of nothing special, as most calls have."""
     if type(obj) is not tuple or len(obj) != 2:
         return False
     args, kwargs = obj
@@ -162,7 +162,7 @@ def _let_go(hold: Hold) -> None:
 
 
 def received_handle(actor_id: int, cls: type) -> Any:
-    """What a pickled handle becomes where it is loaded."""
+    """The handle that a pickled one becomes where it is loaded."""
     return _make_handle.get()(actor_id, cls)
 
 

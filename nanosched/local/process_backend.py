@@ -68,8 +68,8 @@ class _Process(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class LocalActor:
-    """What the driver knows of an actor. `reason` is why it is dead for good, `error` what calls
-    raise then, or when an argument of the constructor failed."""
+    """The driver's record of an actor. `reason` says why it is dead for good. `error` is raised by
+    calls then, or when an argument of the constructor failed."""
 
     actor_id: int
     cls: type
@@ -574,7 +574,8 @@ def _end_process(pidfd: int) -> None:
 
 
 def _main_module() -> dict[str, str]:
-    """How another process imports the program's main module, in multiprocessing's words."""
+    """The way for another process to import the program's main module, in multiprocessing's
+    words."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:

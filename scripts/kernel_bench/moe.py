@@ -9,8 +9,7 @@ import torch
 from kernel_bench.case import BenchCase, backward_of, forward_of
 from torch import Tensor
 
-from kernels import fused_moe, moe_align, swiglu, topk_softmax
-from kernels.moe import grouped_gemm
+from kernels import fused_moe, grouped_gemm, moe_align, swiglu, topk_softmax
 from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref
 
 HIDDEN, WIDTH, EXPERTS, K = 2048, 768, 128, 8

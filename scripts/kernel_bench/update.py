@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from kernel_bench.case import BenchCase
 
-from kernels import fused_adamw_, make_tensor_table
-from kernels.returns import gae
+from kernels import fused_adamw_, gae, make_tensor_table
 
 # The matrices of one decoder layer, several times over: hidden, heads' width, ffn
 LAYERS = {"qwen3-0.6b": (1024, 4096, 3072, 28), "llama-3-8b": (4096, 6144, 14336, 8)}

@@ -120,7 +120,7 @@ def test_cpp_refuses_where_there_is_no_compiler(op):
 def test_an_op_without_a_cpp_kernel_says_so():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="backend='cpp': this op has no C\\+\\+ kernel"):
-        kernels.returns.gae(x, x, torch.tensor([0, 4]), 1.0, 0.95, backend="cpp")
+        kernels.gae(x, x, torch.tensor([0, 4]), 1.0, 0.95, backend="cpp")
 
 
 @pytest.mark.usefixtures("native")

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels import fused_moe, moe_align, pack_weight, topk_softmax
-from kernels.moe import grouped_gemm
+from kernels import fused_moe, grouped_gemm, moe_align, pack_weight, topk_softmax
 from kernels.moe.fused_moe import fused_moe_ref
 from kernels.moe.grouped_gemm import grouped_gemm_ref
 from kernels.moe.moe_routing import topk_softmax_ref

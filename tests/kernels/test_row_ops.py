@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels import add_rms_norm, apply_rope, rms_norm, swiglu
-from kernels.torch import geglu
+from kernels import add_rms_norm, apply_rope, geglu, rms_norm, swiglu
 from kernels.torch.geglu import geglu_ref
 from kernels.torch.rms_norm import rms_norm_ref
 from kernels.torch.rope import apply_rope_ref

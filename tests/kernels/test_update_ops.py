@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels import apply_rope, fused_adamw_, make_tensor_table, qk_norm_rope, rms_norm
-from kernels.returns import gae
+from kernels import apply_rope, fused_adamw_, gae, make_tensor_table, qk_norm_rope, rms_norm
 from kernels.returns.gae import gae_ref
 from kernels.torch.adamw import _PIECE
 from kernels.torch.split_master import join_master, split_master_

@@ -36,7 +36,8 @@ _DEVICE = 6  # the place of the storage's device among the arguments of `rebuild
 
 @dataclass(frozen=True)
 class GpuHandle:
-    """How another process opens a tensor, and the GPU that it lies on."""
+    """The function and arguments with which another process opens a tensor, and the GPU that it
+    lies on."""
 
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]

@@ -43,8 +43,8 @@ _ANNOUNCEMENT = "announcement"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where processes meet: at the driver's store. How many learner ranks there are, how long
-    anybody waits, and "cpu" (gloo) or "cuda" (NCCL, each process's current device)."""
+    """The meeting of processes at the driver's store: the number of learner ranks, the longest wait
+    in seconds, and "cpu" (gloo) or "cuda" (NCCL, each process's current device)."""
 
     point: MeetingPoint
     num_senders: int
@@ -176,7 +176,7 @@ class _Link:
                 self.rank,
                 self._open_store(),
                 device=device,
-                name=f"distributed/weights/{offer.epoch}",
+                name=f"weights/{offer.epoch}",
                 timeout_s=self._meeting.timeout_s,
                 host=address_towards(self._meeting.point),
             )

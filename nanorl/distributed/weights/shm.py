@@ -42,7 +42,8 @@ def shared_buffer_for(num_bytes: int) -> SharedBuffer:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything goes: the tensors of the whole model, and this rank's copies."""
+    """The places of all that goes into the buffer: the tensors of the whole model, and this rank's
+    copies."""
 
     entries: dict[str, WeightEntry]
     wanted: list[list[Piece]]  # by rank: the whole tensors that each sees to
@@ -163,7 +164,7 @@ class ShmReceiver:
 
 
 def aligned(num_bytes: int) -> int:
-    """What a tensor takes up."""
+    """The bytes that a tensor of `num_bytes` takes up."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

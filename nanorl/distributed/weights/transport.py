@@ -60,7 +60,7 @@ Load = Callable[[WeightReceiver, Offer], Awaitable[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """What became of a version: every replica is in one of the four."""
+    """The fate of a version: every replica is in one of `loaded`, `refused`, `dead` and `late`."""
 
     version: int
     seconds: float

@@ -24,7 +24,7 @@ Reading = tuple[TimeStep, list[Message]]
 
 
 class Opens(Protocol):
-    """What a worker holds: it opens episodes."""
+    """The object that a worker holds and that opens episodes."""
 
     def open(self, *arguments: Any) -> Environment: ...
 

@@ -39,7 +39,8 @@ def call_in_fork(function: Callable[[], Any], *, cpu_s: int, memory_bytes: int) 
 def _call_and_leave(
     function: Callable[[], Any], writer: int, cpu_s: int, memory_bytes: int
 ) -> None:
-    """What the child does. It never returns."""
+    """Run the function in the child, write its result as JSON to `writer`, and leave. It never
+    returns."""
     status = 1
     try:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)

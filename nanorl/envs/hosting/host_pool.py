@@ -39,7 +39,7 @@ MAX_STARTS = 3  # of a worker that dies before it has loaded the code
 
 @dataclass(frozen=True, kw_only=True)
 class HostingLimits:
-    """What a worker may take."""
+    """The limits of a worker."""
 
     deadline_s: float = 60.0
     """Of one call, from when its worker has finished those before it."""

@@ -86,7 +86,7 @@ class CodeWorker:
 
 
 def describe(error: BaseException) -> str:
-    """What was raised, and the last line of the user's own code that led to it."""
+    """The error in words, with the last line of the user's own code that led to it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -70,7 +70,7 @@ class HostedKind:
 
 
 class WorkerSide:
-    """What a worker opens episodes with."""
+    """The worker's side of a hosted environment, which opens its episodes."""
 
     def __init__(self, config: RunConfig, folder: Path, http: HttpAccess | None) -> None:
         if http is not None:

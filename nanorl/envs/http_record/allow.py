@@ -31,11 +31,12 @@ class AllowList:
         self._hosts = [_parse(one) for one in patterns]
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether the host may be asked at all, by its name."""
+        """Say whether the host may be asked at all, by its name."""
         return any(_matches(one, host) and port in ports for one, ports in self._hosts)
 
     def allows_address(self, address: str, host: str, port: int) -> bool:
-        """Whether `address`, which `host` has, may be connected to. A public one may."""
+        """Say whether `address`, which `host` has, may be connected to. Every public address
+        may."""
         found = _meant(ip_address(address.partition("%")[0]))
         if found.is_global and not (found.is_multicast or found in _OWN_NAT64):
             return True

@@ -65,7 +65,7 @@ class Answers:
             )
 
     def take_counts(self) -> dict[str, int]:
-        """How often each thing happened since the last call."""
+        """Count how often each thing happened since the last call."""
         taken = {name: self._counts[name] for name in COUNTED}
         self._counts.clear()
         return taken

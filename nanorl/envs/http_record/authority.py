@@ -36,7 +36,7 @@ class RunAuthority:
 
     @property
     def pem(self) -> bytes:
-        """What clients have to trust."""
+        """The certificate that clients have to trust, as PEM."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def _context(self, host: str) -> ssl.SSLContext:

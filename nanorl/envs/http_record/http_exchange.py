@@ -29,7 +29,7 @@ HIDDEN = "hidden"
 
 @dataclass(frozen=True, kw_only=True)
 class WebRequest:
-    """What a client asked.
+    """The request of a client.
 
     WebRequest(method="GET", url="https://api.example.org/items?page=2", headers=(), body=b"")
     """
@@ -47,7 +47,7 @@ class WebRequest:
         return "gzip" if re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", wanted) else "identity"
 
     def key(self, salt: bytes, key_headers: Sequence[str]) -> str:
-        """What two requests have in common that get the same answer."""
+        """The key that two requests share if they get the same answer."""
         lines = [self.method, self.url, self.encoding]
         wanted = {name.lower() for name in key_headers}
         lines += sorted(f"{name}: {value}" for name, value in self.headers if name in wanted)
@@ -62,8 +62,8 @@ class WebRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WebAnswer:
-    """What came back: the body as it was sent, compressed where it was, without the chunks of the
-    connection."""
+    """The answer that came back: the body as it was sent, compressed where it was, without the
+    chunks of the connection."""
 
     status: int
     reason: str
@@ -72,7 +72,7 @@ class WebAnswer:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the answer says something of the question, not of a server's bad minute."""
+        """Say whether the answer tells something of the question, not of a server's bad minute."""
         return self.status < 500 and self.status not in (408, 425, 429)
 
 

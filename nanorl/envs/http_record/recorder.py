@@ -70,7 +70,8 @@ class RecordingProxy:
         return self._process.pid
 
     def take_counts(self) -> dict[str, int]:
-        """How often what happened since the last call. ConnectionError if the proxy died."""
+        """Count how often each thing happened since the last call. ConnectionError if the proxy
+        died."""
         return self._ask("")
 
     def close(self) -> None:
@@ -109,6 +110,6 @@ class RecordingProxy:
 
 
 def _search_path() -> str:
-    """Where the process finds this package, wherever the run was started."""
+    """The PYTHONPATH by which the process finds this package, wherever the run was started."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(_ROOT), *([given] if given else [])])

@@ -15,7 +15,7 @@ class NoAnswerError(Exception):
         self.status, self.kind, self.why = status, kind, why
 
     def answer(self, url: str) -> WebAnswer:
-        """What the client is told."""
+        """The answer that tells the client of the refusal."""
         message = f"{redacted(url)} {self.why}"
         error = {"type": self.kind, "message": message, "url": redacted(url)}
         return WebAnswer(

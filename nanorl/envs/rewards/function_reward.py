@@ -84,7 +84,8 @@ def as_reward(given: Any) -> Reward:
 async def score_rollout(
     reward: Reward, rollout: Rollout, task: Task, transcript: Transcript
 ) -> Score:
-    """What the reward says. InfrastructureError where it raises or says nothing that is a score."""
+    """The score that the reward gives. InfrastructureError where it raises, or returns something
+    that is no score."""
     name = name_of(reward)
     try:
         result = await reward.score(rollout, task, transcript)

@@ -154,7 +154,7 @@ class Grader:
 
 
 def candidate(given: dict[str, Any]) -> list[Any]:
-    """What each of the calls returned or raised."""
+    """Run each of the calls, and return what each returned or raised."""
     names: dict[str, Any] = {"__name__": "solution"}
     exec(compile(given["helpers"], "helpers", "exec"), names)
     try:

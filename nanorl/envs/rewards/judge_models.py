@@ -25,7 +25,7 @@ _RETRY_TEMPERATURE = 0.7  # the first try is greedy; the same again would say th
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeLimits:
-    """What a judgement may take."""
+    """The limits of a judgement."""
 
     max_tries: int = 3
     """Of one question: the address does not answer, or the reply holds no verdict."""
@@ -56,7 +56,7 @@ class Judge(Protocol):
     name: str
 
     async def reply(self, prompt: str, attempt: int) -> str:
-        """What it says; `attempt` counts from 0. JudgeFailed where it says nothing."""
+        """The judge's reply; `attempt` counts from 0. JudgeFailed where it gives none."""
         ...
 
     def close(self) -> None: ...

@@ -81,7 +81,7 @@ class MathComparison:
     memory_bytes: int
 
     def compare(self, given: str, expected: str) -> bool:
-        """Whether the formulas are equal. ValueError for an expected one that is none."""
+        """Say whether the formulas are equal. ValueError if the expected one is no formula."""
         verify = _require_math_verify()
         pid = os.fork()
         if pid == 0:
@@ -115,8 +115,8 @@ def formula_in(text: str | None) -> str | None:
 
 
 def is_one_formula(given: str, expected: str) -> bool:
-    """Whether nothing in the formula could be left unread: plain tokens, or such as the expected
-    one has too; an equation names a single letter on its left, as in x = 7."""
+    """Say whether nothing in the formula could be left unread: its tokens are plain, or the
+    expected one has them too; an equation names a single letter on its left, as in x = 7."""
     if not set(_TOKEN.findall(given)) <= _PLAIN_TOKENS | set(_TOKEN.findall(expected)):
         return False
     names, *rest = given.split("=")

@@ -101,7 +101,8 @@ class UnitTestReward:
     async def _run_code(
         self, given: dict[str, str], source: str, calls: list[str]
     ) -> list[Any] | None:
-        """What the calls returned; None where the code does not answer them all."""
+        """Run the calls, and return what they returned; None where the code does not answer them
+        all."""
         visible = {"helpers": given["helpers"], "entry_point": given["entry_point"]}
         result = await self._execute(visible | {"source": source, "calls": calls})
         if result.status is not ExecStatus.OK:

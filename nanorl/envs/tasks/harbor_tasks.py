@@ -66,7 +66,7 @@ def read_harbor_tasks(folder: Path | str) -> list[Task]:
 
 
 def read_workplace(task_folder: Path) -> Workplace:
-    """What `environment/` says. ValueError for what cannot be had here."""
+    """The workplace that `environment/` describes. ValueError for one that cannot be had here."""
     environment = task_folder / "environment"
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (environment / name).exists():

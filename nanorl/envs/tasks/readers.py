@@ -104,7 +104,7 @@ def _of_objects(
 
 
 def _is_table(name: str) -> bool:
-    """Whether the columns are somebody else's choice."""
+    """Say whether the columns are somebody else's choice."""
     return not name.endswith((".jsonl", ".json"))
 
 
@@ -203,7 +203,7 @@ def _parquet_records(path: Path) -> Iterator[Record]:
 
 
 def _dataset_records(folder: Path, split: str) -> Iterator[Record]:
-    """Of a folder that `datasets` wrote with save_to_disk."""
+    """Read the records of a folder that `datasets` wrote with save_to_disk."""
     if not any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise ValueError(
             f"{folder}: this folder is no data set (save_to_disk of `datasets`); name a file of "

@@ -51,7 +51,7 @@ USUAL_NAMES: Mapping[str, Sequence[str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFields:
-    """Which column of a record is which field of a task, and what to do with the rest.
+    """The column of a record that is each field of a task, and the treatment of the other columns.
 
         TaskFields.parse(["prompt=question", "answer=solution", "data.level=difficulty"])
 
@@ -216,7 +216,7 @@ def _listed(record: Mapping[str, Any]) -> str:
 
 
 def _mapping_example(record: Mapping[str, Any]) -> str:
-    """How to map this very record, if its columns have usual names."""
+    """An example of how to map this very record; empty unless its columns have usual names."""
     found = {
         name: next((usual for usual in names if usual in record), None)
         for name, names in USUAL_NAMES.items()

@@ -82,7 +82,8 @@ class GeneratedTasks(Generic[AnyTask]):
 
 
 def _identity(task: Task) -> str:
-    """What no two held-out tasks share: problems are split by their text, others by content."""
+    """The text that no two held-out tasks share: problems are split by their text, others by
+    content."""
     return task.prompt if isinstance(task, Problem) else task.task_id
 
 

@@ -56,7 +56,7 @@ class Done:
 
 @dataclass(kw_only=True, eq=False)
 class ToolContext:
-    """What the tools of one episode share. `close()` ends what they opened."""
+    """The state that the tools of one episode share. `close()` ends what they opened."""
 
     task: Task
     sandbox: Sandbox | None = None

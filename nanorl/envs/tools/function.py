@@ -147,7 +147,8 @@ def method_tools(obj: object) -> list[MethodTool]:
 def _parameters(
     fn: Callable[..., Any], name: str
 ) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """What the model may give, with resolved annotations, and the parameter for the context."""
+    """The parameters that the model may give, with resolved annotations, and the parameter for the
+    context."""
     if not name.replace("-", "_").isidentifier():
         raise ValueError(f"tool name {name!r}: use letters, digits, _ and -, as in `look_up`")
     try:
@@ -179,7 +180,8 @@ def _parameters(
 
 
 def _annotated(fn: Callable[..., Any]) -> Any:
-    """What holds the annotations: the function inside a partial, the method of a callable."""
+    """The object that holds the annotations: the function inside a partial, the method of a
+    callable."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn if inspect.isroutine(fn) else type(fn).__call__

@@ -24,7 +24,7 @@ MAX_LOG_CHARS = 300
 
 
 def is_address(target: str) -> bool:
-    """Whether a server is reached at an address, and not started by a command."""
+    """Say whether a server is reached at an address, and not started by a command."""
     return target.startswith(("http://", "https://"))
 
 

@@ -40,7 +40,8 @@ class PythonTool:
         }
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
-        """What the program printed; `InfrastructureError` where the sandbox is to blame."""
+        """Run the program and return what it printed; `InfrastructureError` where the sandbox is to
+        blame."""
         code = arguments.get("code")
         # A model writes the arguments, so anything can stand in them.
         if len(arguments) != 1 or not isinstance(code, str):

@@ -259,7 +259,7 @@ def _why_not(text: str, old: str, num_found: int, path: str) -> str:
 
 
 def _both_streams(result: ExecResult) -> str:
-    """What a shell shows: both streams, then how it ended if not well."""
+    """The text that a shell would show: both streams, then how the program ended if not well."""
     streams = [result.stdout, result.stderr]
     parts = [text for one in streams if (text := one.decode("utf-8", "replace").rstrip())]
     if result.status is ExecStatus.ERROR:

@@ -51,7 +51,7 @@ def ranked(difference: Difference, found: Mapping[str, str]) -> list[Cause]:
 
 
 def changed_parts(then: Manifest | None, now: Manifest) -> dict[str, str]:
-    """What differs in the manifests, part by part, in words."""
+    """The differences of the manifests, part by part, in words."""
     if then is None:
         return {}
     found = {}
@@ -72,8 +72,8 @@ def _said(part: Mapping[str, Any], name: str) -> str:
 
 
 def altered_logp(difference: Difference, stats: TokenStats | None) -> str:
-    """What says that a stored log-prob was altered since: the trainer computed another one for the
-    same token, and that is the replay's."""
+    """Evidence, in words, that a stored log-prob was altered since: the trainer computed another
+    one for the same token, and that is the replay's."""
     if difference.kind != "logp" or stats is None or "trained_logp" not in stats.values:
         return ""
     trained = stats.values["trained_logp"][difference.sequence][difference.token]

@@ -21,7 +21,7 @@ MAX_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What was stored at a place, and what is there now.
+    """A difference between what was stored at a place and what is there now.
 
     Difference(kind="logp", sequence=0, turn=1, token=57, then="-0.25", now="-0.26")
     """
@@ -84,7 +84,7 @@ def _at(sequence: Branch, place: int) -> tuple[int, int, float | None]:
 
 
 def _kind(sequence: Branch, place: int) -> Kind:
-    """Who put that token there."""
+    """The kind of a difference at that token: a sampled token, an observation or the prompt."""
     if sequence.loss_mask[place]:
         return "token"
     return "observation" if any(sequence.loss_mask[:place]) else "prompt"

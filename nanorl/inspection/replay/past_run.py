@@ -100,7 +100,7 @@ class PastRun:
         return self._store(chosen).task(chosen.entry.task_id)
 
     def token_stats(self, chosen: Chosen) -> TokenStats | None:
-        """What the trainer's step said about its tokens, where there was one."""
+        """The trainer's numbers on its tokens; None where no step trained on it."""
         return self._store(chosen).token_stats(chosen.entry.rollout_id)
 
     def sampling(self, chosen: Chosen, config: RunConfig) -> SamplingParams:
@@ -128,7 +128,8 @@ class PastRun:
         ]
 
     def groups(self, step: int) -> list[list[Rollout]]:
-        """What the optimizer step was made of, in its order. ValueError if nothing is stored."""
+        """The groups of rollouts that the optimizer step was made of, in its order. ValueError if
+        none of them is stored."""
         rollouts = [one for one in self._stores[0].query(step=step) if one.status != Status.FAILED]
         if not rollouts:
             raise ValueError(
@@ -163,12 +164,12 @@ class PastRun:
 
     @property
     def begins_with_model(self) -> bool:
-        """Whether RL began with the very model of the run's folder."""
+        """Say whether RL began with the very model of the run's folder."""
         return not (self.config.warm_start.steps or self.config.fork)
 
     @cached_property
     def rl_steps_done(self) -> int | None:
-        """How many steps the evaluations after RL came after; None while RL goes on."""
+        """The number of RL steps done when RL ended; None while RL goes on."""
         folders = list_checkpoints(self.folder / "checkpoints")
         cursor = self._cursor(folders[-1]) if folders else None
         return cursor.rl_steps if cursor is not None and cursor.phase in AFTER_RL else None
@@ -189,8 +190,9 @@ class PastRun:
         return self.rl_steps_done
 
     def fingerprints(self, version: int) -> dict[str, str] | None:
-        """Of the weights as they were published; None where they were not recorded."""
-        name = f"distributed/weights/{version}"
+        """The fingerprints of the weights as they were published; None where they were not
+        recorded."""
+        name = f"weights/{version}"
         return self._stores[0].facts(name).get(name)
 
     # -- options and manifests -------------------------------------------------------------------
@@ -218,7 +220,7 @@ class PastRun:
         return step if phase == RL else (self.rl_steps_done or 0) if phase > RL else 0
 
     def manifest(self, place: Place) -> Manifest | None:
-        """Of the process that played there; None of runs that recorded none."""
+        """The manifest of the process that played there; None for runs that recorded none."""
         facts = self._stores[0].facts("start/")
         starts = [
             (_place(event) if number else (0, 0), facts[f"start/{number}"])
@@ -281,7 +283,7 @@ class PastEvaluation(PastRun):
 
 
 def open_past(folder: Path) -> PastRun:
-    """Of a run's folder or an evaluation's. ValueError if it is neither."""
+    """Open a run's folder or an evaluation's. ValueError if it is neither."""
     if (folder / "eval.json").is_file() and not (folder / "config.json").is_file():
         return PastEvaluation(folder)
     require(named_options(folder), folder)

@@ -45,7 +45,7 @@ class TodaysTasks:
 
 
 def changes(then: Task, now: Task | None) -> str:
-    """What is another thing in the task now; empty where they are equal."""
+    """The changes of the task since then, in words; empty where there are none."""
     if now is None:
         return f"the source has no task {then.task_id} any more, and none in its place"
     if then == now or then.to_json() == now.to_json():

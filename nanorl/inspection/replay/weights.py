@@ -52,7 +52,8 @@ class PastWeights:
             self.is_rebuilt = True
 
     async def save(self, folder: Path) -> tuple[int, Path]:
-        """What another `PastWeights` goes on from. ValueError where there is a critic, too."""
+        """Save the weights to `folder`, from which another `PastWeights` goes on. ValueError where
+        there is a critic, too."""
         if self._parts.config.rl.algorithm.needs_critic:
             raise ValueError(
                 f"{self._run.folder}: its options changed where it was resumed, and a critic is "

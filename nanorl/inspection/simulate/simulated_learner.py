@@ -25,7 +25,8 @@ from nanorl.types import Rollout, TokenStats
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """What the trainer did from `start_s` to `end_s`: train, other or sync."""
+    """A span of the trainer's time, from `start_s` to `end_s`; its phase is train, other or
+    sync."""
 
     phase: str
     start_s: float

@@ -48,7 +48,7 @@ class SharedCores:
     num_busy: int = 0
 
     def slowdown(self) -> float:
-        """How much longer work takes that starts now, as the only further one or among others."""
+        """The factor by which work that starts now takes longer because the cores are shared."""
         return max(1.0, self.num_busy / self.num_cores) if self.num_cores else 1.0
 
 
@@ -62,7 +62,7 @@ class _Request:
 
 @dataclass
 class ReplicaRecord:
-    """What a replica did: `spans` are (start, end, sequences in the step)."""
+    """The record of a replica's work: `spans` are (start, end, sequences in the step)."""
 
     busy_s: float = 0.0
     spans: list[tuple[float, float, int]] = field(default_factory=list)
@@ -125,7 +125,8 @@ class SimulatedReplica:
         return request
 
     def _num_quanta(self, num_tokens: int, now_s: float) -> int:
-        """Of an answer whose request has come now, less the credit for its wait."""
+        """The number of quanta of an answer whose request has come now, less the credit for its
+        wait."""
         length_s = self._step_end_s - self._step_start_s
         waits = max(0.0, self._step_end_s - now_s) / length_s if length_s else 0.0
         return max(1, round((num_tokens - waits * (self.quantum - 1)) / self.quantum))

@@ -21,7 +21,7 @@ LengthKind = Literal["lognormal", "constant", "empirical"]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLayout:
-    """Which GPUs do what."""
+    """The GPUs of the engines and of the trainer."""
 
     replicas: int = 8
     """Inference engines."""
@@ -57,7 +57,7 @@ class GpuLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerLengths:
-    """How many tokens the policy says in a rollout, over all its turns."""
+    """The number of tokens that the policy says in a rollout, over all its turns."""
 
     kind: LengthKind = "lognormal"
     """lognormal: cut off at `cap`. constant: all have `mean`. empirical: drawn from `values`."""
@@ -101,7 +101,7 @@ class AnswerLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLoad:
-    """What is to be done."""
+    """The work of the simulated run."""
 
     tasks_per_step: int = 64
     """Tasks (groups) that one batch trains on."""
@@ -210,7 +210,7 @@ class PhaseTimes:
 
     @property
     def train_s(self) -> float:
-        """What is done minibatch by minibatch."""
+        """The seconds of the work that is done minibatch by minibatch."""
         return self.old_logp_s + self.reference_s + self.update_s
 
 

@@ -33,7 +33,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What was simulated. Shares and means are of the measured steps."""
+    """The result of a simulation. Shares and means are of the measured steps."""
 
     config: SimulationConfig
     quantum: int
@@ -70,7 +70,7 @@ class SimulationResult:
         return self.total_s / 3600 * self.config.cluster.num_gpus
 
     def bottleneck(self) -> str:
-        """What the run waits for, in a sentence."""
+        """A sentence on what the run waits for."""
         if 1 - self.idle_trainer >= BUSY:
             return (
                 f"The trainer: it works {_percent(1 - self.idle_trainer)} of the time. More GPUs "

@@ -30,7 +30,7 @@ MOST_WORDS = 6_000
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlace:
-    """Where a rollout is."""
+    """The place of a rollout: its run, its phase and its id."""
 
     run: ViewedRun
     phase: str
@@ -53,7 +53,7 @@ class RolloutPlace:
 
 
 def run_page(run: ViewedRun) -> Json:
-    """What a run is and has."""
+    """A run and its phases, as the page shows them."""
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -66,7 +66,7 @@ def run_page(run: ViewedRun) -> Json:
 
 
 def facets(run: ViewedRun, phase: str) -> Json:
-    """What the rollouts of a phase can be filtered by."""
+    """The values by which the rollouts of a phase can be filtered."""
     with run.open(phase) as store:
         rows = [row for row in store.tally() if _is_of(row.step, run, phase)]
     steps = [row.step for row in rows]
@@ -152,7 +152,7 @@ def attempts(runs: Sequence[ViewedRun], task_id: str) -> list[Json]:
 
 
 def changes(old: RolloutPlace, new: RolloutPlace) -> Json:
-    """What differs between two rollouts, turn by turn and word by word.
+    """The differences between two rollouts, turn by turn and word by word.
 
     The parts of a turn are what the policy said and what it read then; `pieces` are [kind, text]
     with kind same, gone or new.

@@ -88,7 +88,7 @@ class ViewedRun:
 
     @cached_property
     def _store(self) -> str:
-        """Where its rollouts are, if not in its folder."""
+        """The address of its rollouts; empty if they are in its folder."""
         if self.is_evaluation:
             return ""
         require(named_options(self.folder), self.folder, ["store"])
@@ -201,8 +201,8 @@ class ViewedRun:
 
 
 def _is_locked(file: Path) -> bool:
-    """Whether a process that can be seen from here holds the lock of a run. Asked of the kernel's
-    list: to try the lock would hold it for a moment."""
+    """Say whether a process that can be seen from here holds the lock of a run. The kernel's list
+    is read for it: to try the lock would hold it for a moment."""
     try:
         inode, held = file.stat().st_ino, Path("/proc/locks").read_text(encoding="ascii")
     except OSError:  # no lock, or a system without that list

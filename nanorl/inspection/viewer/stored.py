@@ -33,7 +33,8 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which rollouts, in which order, and which part of that list. ValueError for unknown words.
+    """A choice of rollouts, their order, and the part of that list that is shown. ValueError for
+    unknown words.
 
     `task` is a part of the task's id, `steps` the first and the last; `slice` is written as for
     `nanorl store --where`.

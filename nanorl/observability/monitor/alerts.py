@@ -76,7 +76,7 @@ class Incidents:
         return [Alert(title=text, text=f"After {_duration(lasted_s)}.", is_problem=False)]
 
     def overdue(self, now_s: float) -> list[Alert]:
-        """What began silently and has lasted: it is told now."""
+        """Tell of the incidents that began silently and have lasted."""
         waiting = (one for one in self._all.values() if one.begun_s is not None and not one.is_told)
         return [alert for incident in waiting for alert in self._tell(incident, now_s)]
 
@@ -133,7 +133,8 @@ class AlertRules:
             self._success.update(success)
 
     def observe_roles(self, roles: Sequence[RoleStatus], now_s: float) -> list[Alert]:
-        """How the roles are now. A role that is no longer listed was removed on purpose."""
+        """Take in how the roles are now, and return the alerts that follow. A role that is no
+        longer listed was removed on purpose."""
         return [alert for role in roles for alert in self._of_role(role, now_s)]
 
     def _of_role(self, role: RoleStatus, now_s: float) -> Iterator[Alert]:

@@ -17,7 +17,7 @@ from nanorl.types import Rollout
 
 
 class RunBoard:
-    """What the run has said of itself so far. `clock` is for tests."""
+    """The things that the run has said of itself so far. `clock` is for tests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

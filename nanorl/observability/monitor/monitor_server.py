@@ -159,8 +159,8 @@ class MonitorServer:
             )
 
     def _explained(self, error: Exception) -> ApiError:
-        """What the client is told. Only a `ValueError` is its own doing; a defect is logged once,
-        for whoever scrapes comes back every few seconds."""
+        """The error that the client is told. Only a `ValueError` is its own doing. A defect is
+        logged once, because whoever scrapes comes back every few seconds."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, HungUpError):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def vitals() -> dict[str, Any]:
-    """Which process this is, on which machine, and its memory: part of a heartbeat."""
+    """The id of this process, its machine and its memory in bytes: part of a heartbeat."""
     pid = os.getpid()
     return {"pid": float(pid), "host": socket.gethostname(), "rss_bytes": rss_bytes(pid) or 0.0}
 

@@ -60,7 +60,7 @@ class PairedComparison:
         return sign_test(len(self.won), len(self.lost))
 
     def success(self, side: int) -> Measured:
-        """Of the common tasks: 0 the old, 1 the new."""
+        """The success on the common tasks: 0 the old, 1 the new."""
         return share_of_tasks([pair[side].share for pair in self.pairs])
 
     def to_json(self) -> dict[str, Any]:

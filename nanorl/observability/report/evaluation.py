@@ -93,7 +93,7 @@ class Evaluation:
         return mean_of_tasks([score.mean_reward for score in self.scores])
 
     def pass_at(self, k: int) -> Measured:
-        """How probably one of `k` samples succeeds, over the tasks."""
+        """The probability that at least one of `k` samples succeeds, over the tasks."""
         return share_of_tasks(
             [pass_at_k(score.num_samples, score.num_successes, k) for score in self.scores]
         )

@@ -124,7 +124,8 @@ def _of_training(store: RolloutStore) -> list[Example]:
 
 
 def telling_group(entries: Sequence[Entry]) -> list[Entry]:
-    """Of the newest step the group whose rewards differ most, MAX_MEMBERS of it at most."""
+    """The group of the newest step whose rewards differ most, at most MAX_MEMBERS of its
+    rollouts."""
     steps = [entry.step for entry in entries]
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:

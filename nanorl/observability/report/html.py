@@ -140,7 +140,8 @@ def outcome_section(summary: Mapping[str, Any]) -> str:
 
 
 def _missing(records: Sequence[str]) -> str:
-    """What the page cannot show, because the run's folder has lost it."""
+    """A paragraph on the records that the page cannot show, because the run's folder has lost
+    them."""
     if not records:
         return ""
     items = "".join(f"<li>{text(one)}</li>" for one in records)
@@ -218,7 +219,7 @@ def _flat_line(titles: Sequence[str]) -> str:
 
 
 def _history(events: Sequence[Mapping[str, Any]]) -> str:
-    """Of a run that was begun and left alone there is nothing to tell."""
+    """The section on the run's history; empty where it was begun and left alone."""
     if not any(event["changes"] or event["event"] != "begun" for event in events):
         return ""
     rows = []
@@ -283,7 +284,8 @@ class _Rollouts:
     def wrong_section(
         self, examples: Sequence[Example], per_type: Mapping[str, Mapping[str, Any]]
     ) -> str:
-        """What the last evaluation found wrong, the task type that fails most first."""
+        """The section on the answers that the last evaluation found wrong, the task type that fails
+        most first."""
         kinds: dict[str, list[Example]] = {}
         for example in examples:
             if example.part == "wrong":

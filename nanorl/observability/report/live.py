@@ -179,7 +179,8 @@ class LiveView(RunObserver):
             self._console.file.flush()
 
     def show_roles(self, roles: Sequence[RoleStatus]) -> None:
-        """How the roles are now. A display alone shows them; a log has a line where one changes."""
+        """Take in how the roles are now. Only a display shows them; a log has a line where a role
+        changes."""
         self._roles = roles if is_spread(roles) else ()
 
     def _tell(self, phase: Phase, metrics: Mapping[str, float | None]) -> None:

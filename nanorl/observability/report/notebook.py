@@ -53,7 +53,7 @@ def evaluation_html(
 def rehearsal_html(
     messages: Sequence[Mapping[str, Any]], turn_rewards: Sequence[float], outcome: str
 ) -> str:
-    """Who said what, and what each turn and the episode earned."""
+    """A table of who said what, and of the rewards of each turn and the episode."""
     rewards = iter(turn_rewards)
     rows: list[Row] = []
     for message in messages[:_MESSAGES]:

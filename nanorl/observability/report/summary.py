@@ -103,7 +103,8 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
 
 
 def gap_text(summary: Mapping[str, Any]) -> str:
-    """How far the log-probs of the two engines were apart, and on how much that was measured."""
+    """Say how far apart the log-probs of the two engines were, and on how many tokens and steps
+    that was measured."""
     if summary.get("logp_gap_max") is None:
         return "not measured"
     said = f"at most {summary['logp_gap_max']:.2g} nats"

@@ -62,7 +62,7 @@ from nanorl.types import Rollout, Status, TokenStats, kind_of
 
 T = TypeVar("T")
 ENTRY = ", ".join(f"r.{name}" for name in ENTRY_COLUMNS)
-WEIGHTS = "distributed/weights/"
+WEIGHTS = "weights/"
 """Facts of a version of the weights, made by the step before it."""
 OWNER = "store/owner"
 """The fact that names this store's folder of blobs."""
@@ -125,7 +125,7 @@ class RolloutStore:
             self._db.create_tables()
 
     def _open_blobs(self, where: StoreAddress, *, is_read_only: bool) -> BlobFolder | None:
-        facts = self.facts("observability/store/")
+        facts = self.facts("store/")
         address = where.blobs or str(facts.get(BLOBS, ""))
         if not address:
             return None

@@ -13,7 +13,7 @@ from nanorl.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow:
-    """What somebody who reads rollouts wants to see side by side."""
+    """The parts of a rollout that a reader wants to see side by side."""
 
     rollout_id: str
     task_id: str

@@ -111,7 +111,7 @@ class Trackers(RunObserver):
 
 
 class TrackerLine:
-    """What waits for one tracker; its process takes one message after the other."""
+    """The messages that wait for a tracker; its process takes one message after the other."""
 
     def __init__(self, name: str, actor: ActorHandle[Any], say: Callable[[str], None]) -> None:
         self._name, self._actor, self._say = name, actor, say
@@ -155,7 +155,7 @@ class TrackerLine:
 
 
 def identity_of(run_dir: Path) -> str:
-    """What the run is called where names must be unique; kept in its folder."""
+    """The name of the run where names must be unique; kept in its folder."""
     file = run_dir / "tracker-id"
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex[:16] + "\n")

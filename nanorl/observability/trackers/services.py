@@ -39,7 +39,7 @@ _MLFLOW_TABLES = "mlflow.loggedArtifacts"  # the tag by which its page finds tab
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker shows of a run beside its numbers."""
+    """The description of a run that a tracker shows beside its numbers."""
 
     project: str
     name: str

@@ -32,7 +32,7 @@ VERSION = "ATIF-v1.7"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentInfo:
-    """Who played: the agent loop, the version of this package, and the model."""
+    """The player of a trajectory: the agent loop, the version of this package, and the model."""
 
     name: str
     version: str

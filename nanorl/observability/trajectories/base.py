@@ -44,7 +44,7 @@ class CallOfTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryTurn:
-    """What the policy said at once, and what it read then."""
+    """A turn: the text that the policy said at once, and the messages that it read then."""
 
     span: TurnSpan
     text: str
@@ -109,7 +109,7 @@ class TrajectorySequence:
 
 
 def assistant_message(content: str, reasoning: str, calls: Sequence[CallOfTurn]) -> Message:
-    """What an assistant said, as chat templates read it."""
+    """A turn of the assistant as chat templates read it."""
     said: Json = {"role": "assistant", "content": content}
     if reasoning:
         said["reasoning_content"] = reasoning
@@ -153,7 +153,7 @@ class Trajectory:
         return [one for one in self.sequences[1:] if not one.is_history]
 
     def outcome(self) -> Json:
-        """What came of it, as JSON: numbers that are not finite are null."""
+        """The outcome of the rollout, as JSON: numbers that are not finite are null."""
         rollout = self.rollout
         return {
             "step": self.step,
@@ -281,7 +281,7 @@ def _named(
 
 
 def _beside(parser: Parser | None, said: str) -> str:
-    """What stands beside the calls. A parser of somebody's own may not know: then all of it."""
+    """The text beside the calls. A parser of the user's own may not know it; then all the text."""
     beside = getattr(parser, "beside", None)
     return beside(said) if callable(beside) else said
 
@@ -293,7 +293,7 @@ def _reasoning(text: str) -> str:
 def _results(
     num_calls: int, reply: Sequence[Message]
 ) -> tuple[list[str | None], Sequence[Message]]:
-    """What each call was answered, and the other messages of a reply."""
+    """The answer to each call, and the other messages of a reply."""
     nothing: list[str | None] = [None] * num_calls
     if not num_calls or not reply:
         return nothing, reply

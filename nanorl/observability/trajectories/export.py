@@ -98,7 +98,7 @@ class ExportOptions:
         return self.run / PLACES[self.to] if self.out is None else self.out
 
     def is_chosen(self, entry: Entry) -> bool:
-        """Whether a rollout is exported."""
+        """Say whether a rollout is exported."""
         if entry.status is Status.FAILED and not self.failed:
             return False
         if self.phase != "rl" and entry.step != PHASES.index(self.phase):
@@ -109,7 +109,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was exported."""
+    """The place of an export, and the number of its rollouts."""
 
     place: str
     """The file, folder or address."""
@@ -224,7 +224,7 @@ def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory
 
 
 def agent_info(config: RunConfig) -> AgentInfo:
-    """Who plays in a run."""
+    """The agent that plays in a run."""
     return AgentInfo(
         name=config.agent.loop or config.env or config.preset,
         version=own_version(),
@@ -252,7 +252,7 @@ def _is_there(module: str) -> bool:
 
 
 def _why_none(options: ExportOptions, store: RolloutStore) -> str:
-    """What to say where nothing is chosen, and what there is."""
+    """The words of the error where nothing is chosen; they say what there is."""
     every = store.entries()
     if options.phase != "rl":
         names = sorted({PHASES[entry.step] for entry in every})

@@ -67,7 +67,8 @@ class ReadChat:
 
 @dataclass(frozen=True)
 class _Frames:
-    """What may follow a role: a pattern of frames, and for each of its groups the roles behind."""
+    """The frames that may follow a role: a pattern of frames, and for each of its groups the roles
+    behind."""
 
     pattern: re.Pattern[str]
     roles: tuple[tuple[str, ...], ...]
@@ -183,7 +184,8 @@ class ChatFrames:
         return _Frames(re.compile(pattern), tuple(tuple(by_text[one]) for one in longest_first))
 
     def _between(self, role: str, following: str, tools: list[Json]) -> set[str]:
-        """What the template writes between two roles: in the middle of a chat, and at its end."""
+        """The texts that the template writes between two roles: in the middle of a chat, and at its
+        end."""
         lead = LEADS.get(role, ())
         if following == OPEN_TURN:
             text = self._render(_chat(lead), tools, is_open=True) if lead else None
@@ -202,7 +204,7 @@ class ChatFrames:
 
     @functools.cached_property
     def _end_of_turn(self) -> str:
-        """What the template writes behind a turn, up to its end-of-turn token."""
+        """The text that the template writes behind a turn, up to its end-of-turn token."""
         ends = {self._mark(token) for token in self._tokenizer.eos_ids}
         for frame in self._between("assistant", "user", []):
             place = next((place for place, char in enumerate(frame) if char in ends), None)

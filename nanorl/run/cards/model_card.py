@@ -68,7 +68,7 @@ class ModelCard:
 
     @property
     def environment(self) -> str:
-        """Where it was trained, and tasks of the user's own, without paths."""
+        """The environment in which it was trained, with tasks of the user's own; without paths."""
         own = f"the environment {_without_path(self.config.env)}"
         if not self.config.env:
             own = f"the program-writing tasks of the preset {self.config.preset}"

@@ -19,7 +19,7 @@ _LICENCE = re.compile(r"""^license:\s*["']?([A-Za-z0-9._-]+)""", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from.
+    """The origin of a model.
 
     ModelSource(text="HuggingFaceTB/SmolLM2-135M-Instruct from the Hugging Face hub, revision 12fd",
                 name="HuggingFaceTB/SmolLM2-135M-Instruct", is_hub_id=True, licence="apache-2.0")

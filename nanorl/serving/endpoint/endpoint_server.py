@@ -347,7 +347,7 @@ def _no_episode() -> ApiError:
 
 
 def _told(error: Exception) -> ApiError:
-    """What the client is told; what is not its doing is logged."""
+    """The error that the client is told; one that is not its doing is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HungUpError):

@@ -66,7 +66,7 @@ class _Said:
 
     @property
     def inherited(self) -> list[Message]:
-        """What a call that goes on from here need not send."""
+        """The messages that a call that goes on from here need not send."""
         return self.messages[1:] if self.has_instructions else self.messages
 
 
@@ -113,11 +113,11 @@ class Recording:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a call: what is longer cannot fit the context."""
+        """The largest body of a call, in bytes: a longer one cannot fit the context."""
         return self._bound.max_body_bytes
 
     def too_long(self) -> ApiError:
-        """What a client is told of a prompt that cannot fit, which is noted."""
+        """Note that a prompt cannot fit the context, and return the error for the client."""
         self.truncation = "context"
         return self._bound.error()
 
@@ -222,7 +222,7 @@ class Recording:
                 self.tree.add(prompt, output)
 
     def _decided(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """What of `params` the client decides, and the run's own for the rest."""
+        """The client's `params` in the fields that it decides, and the run's own in the rest."""
         room = self._room(prompt)
         if params.top_logps > MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logps={params.top_logps}: at most {MAX_TOP_LOGPROBS}")
@@ -440,7 +440,8 @@ def _compared(message: Message) -> list[Any]:
 
 @asynccontextmanager
 async def record(episode: Episode) -> AsyncIterator[Any]:
-    """What `Episode.record` does. InfrastructureError where the agent has no endpoint."""
+    """Record an episode, as `Episode.record` does. InfrastructureError where the agent has no
+    endpoint."""
     if episode.open_session is None:
         raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
     episode.opening = await episode.env.reset(episode.task)

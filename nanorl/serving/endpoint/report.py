@@ -50,7 +50,8 @@ class ReportBody(BaseModel):
 
 @dataclass(frozen=True)
 class ReportRules:
-    """Who may report rewards, and how large: `ReportRules(read_scorer_key(file), 1.0)`."""
+    """The key with which rewards may be reported, and the largest reward:
+    `ReportRules(read_scorer_key(file), 1.0)`."""
 
     key: str = field(default="", repr=False)
     """The scorer's; empty: there is none, and no reward is taken."""

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from gate_case import ATTENTION_SHAPES, GateCase
 
-from kernels import add_rows_, flash_attn_varlen, make_varlen_plan, tree_attention
-from kernels.gpu import gather_rows
+from kernels import add_rows_, flash_attn_varlen, gather_rows, make_varlen_plan, tree_attention
 from kernels.gpu.attention import segments_of
 from kernels.gpu.gather_rows import RowGather
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from gate_case import GateCase
 
-from kernels import fused_moe, moe_align, topk_softmax
-from kernels.moe import grouped_gemm
+from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 
 HIDDEN, WIDTH, EXPERTS, K = 2048, 768, 128, 8
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from gate_case import GateCase
 
-from kernels import fused_adamw_
-from kernels.returns import gae
+from kernels import fused_adamw_, gae
 
 TOKENS = 65536
 

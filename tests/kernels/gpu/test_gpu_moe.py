@@ -9,8 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
-from kernels import fused_moe, moe_align, topk_softmax
-from kernels.moe import grouped_gemm
+from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 from kernels.moe.grouped_gemm import grouped_gemm_ref
 from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref
 

@@ -13,13 +13,13 @@ from kernels import (
     add_rms_norm,
     add_rows_,
     apply_rope,
+    gather_rows,
     linear,
     make_row_gather,
     qk_norm_rope,
     rms_norm,
     swiglu,
 )
-from kernels.gpu import gather_rows
 from kernels.gpu.gather_rows import gather_rows_ref
 from kernels.torch.rms_norm import rms_norm_ref
 from kernels.torch.rope import apply_rope_ref, qk_norm_rope_ref

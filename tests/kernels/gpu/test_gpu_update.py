@@ -8,8 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 
-from kernels import fused_adamw_, make_tensor_table
-from kernels.returns import gae
+from kernels import fused_adamw_, gae, make_tensor_table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

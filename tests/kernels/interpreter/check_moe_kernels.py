@@ -7,8 +7,7 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, poisoned_memory
 
-from kernels import fused_moe, moe_align, topk_softmax
-from kernels.moe import grouped_gemm
+from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 from kernels.moe.fused_moe import fused_moe_ref
 from kernels.moe.grouped_gemm import grouped_gemm_ref
 from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref

@@ -10,13 +10,13 @@ from guard import assert_as_good_as_plain_torch, guarded, outputs_and_gradients
 from kernels import (
     add_rms_norm,
     apply_rope,
+    gather_rows,
     linear_logprob,
     make_row_gather,
     qk_norm_rope,
     rms_norm,
     swiglu,
 )
-from kernels.gpu import gather_rows
 from kernels.gpu.gather_rows import gather_rows_ref
 from kernels.torch.linear_logprob import linear_logprob_ref
 from kernels.torch.rms_norm import rms_norm_ref

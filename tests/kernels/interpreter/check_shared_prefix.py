@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import add_rows_, make_row_gather
-from kernels.gpu import gather_rows
+from kernels import add_rows_, gather_rows, make_row_gather
 from kernels.gpu.gather_rows import gather_rows_ref
 from kernels.torch.attention import flash_attn_varlen_ref
 from nanoengine.model.attention import SharedPrefixContext

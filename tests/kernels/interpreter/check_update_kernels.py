@@ -4,8 +4,7 @@ import pytest
 import torch
 from guard import assert_as_close, guarded, poisoned_memory
 
-from kernels import fused_adamw_, make_tensor_table
-from kernels.returns import gae
+from kernels import fused_adamw_, gae, make_tensor_table
 from kernels.returns.gae import gae_ref
 from kernels.torch.adamw import adamw_ref
 
