@@ -14,7 +14,7 @@ step, from rollouts to new weights. Read it in this order.
 types.py            rollouts, and which of them cannot be trained on; task.py: tasks and seeds
 grpo.py             the algorithm, the places where another may change a stage, and the names of the
                     numbers that travel with a token
-batching.py         groups become samples; group_advantage.py and policy_loss.py: what of
+batching.py         groups become samples; group_advantage.py, policy_loss.py: two of its stages
 batch_metrics.py    what a batch says of itself, and how far the two engines are apart
 learner.py          samples become an optimizer step, and its weights the rollout engine's
 

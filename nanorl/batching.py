@@ -24,11 +24,10 @@ from torch import Tensor
 
 from nanoengine.packing import Sample
 from nanorl.batch_metrics import batch_metrics, staleness_metrics
-from nanorl.finite import check_rollout
 from nanorl.group_advantage import compute_advantages
 from nanorl.grpo import ALWAYS, GRPO, AdvantageBatch, BatchScorer, Field, OwnedSample, part
 from nanorl.policy_loss import PolicyLoss
-from nanorl.types import Rollout, TokenStats, kind_of
+from nanorl.types import Rollout, TokenStats, check_rollout, kind_of
 
 Weigher = Callable[[GRPO, Sequence[Rollout], AdvantageBatch, Tensor], Tensor]
 """(spec, rollouts, batch, [T] which tokens are of a minibatch) -> the weights of those."""

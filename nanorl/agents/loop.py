@@ -23,9 +23,8 @@ from nanorl.agents.context import Generator, TurnTimes
 from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.limits import Limits
 from nanorl.envs.base import Environment, Opening
-from nanorl.finite import unusable
 from nanorl.task import Task
-from nanorl.types import InfrastructureError, Rollout
+from nanorl.types import InfrastructureError, Rollout, unusable
 
 LOAD_LOOP = "nanorl.agents.loops:load_loop"
 """Finds the loop that a task names."""
