@@ -11,12 +11,12 @@
 docs/environments.md says what else an environment may do. Inside, the root is the book: a GRPO
 step, from rollouts to new weights. Read it in this order.
 
-types.py            tasks and rollouts; finite.py: a reward is a number
-fields.py           the numbers that travel with a token
-grpo.py             the algorithm, and the places where another may change a stage
-batching.py         groups become samples; group_advantage.py and policy_loss.py: what of
+types.py            rollouts, and which of them cannot be trained on; task.py: tasks and seeds
+grpo.py             the algorithm, the places where another may change a stage, and the names of the
+                    numbers that travel with a token
+batching.py         groups become samples; group_advantage.py, policy_loss.py: two of its stages
 batch_metrics.py    what a batch says of itself, and how far the two engines are apart
-learner.py          samples become an optimizer step; publisher.py: its weights the rollout engine's
+learner.py          samples become an optimizer step, and its weights the rollout engine's
 
 plugins.py, trust.py   code that a user names, and whether this machine was told to run it
 cli.py, serve_training.py, version.py   the doors of the shell
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from nanorl.envs.tools.mcp import mcp_tools
     from nanorl.envs.tools.python import python
     from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
-    from nanorl.types import InfrastructureError, Rollout, Task
+    from nanorl.task import Task
+    from nanorl.types import InfrastructureError, Rollout
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
@@ -72,7 +73,7 @@ _HOMES = {
     "Rollout": "nanorl.types:Rollout",
     "RuleReward": "nanorl.envs.rewards.rule:RuleReward",
     "Score": "nanorl.envs.rewards.base:Score",
-    "Task": "nanorl.types:Task",
+    "Task": "nanorl.task:Task",
     "ToolCall": "nanoinfer.chat.base:ToolCall",
     "ToolError": "nanorl.envs.tools.base:ToolError",
     "TrainedRun": "nanorl.commands.api:TrainedRun",

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample
-from nanorl.fields import Field
-from nanorl.finite import PART
-from nanorl.grpo import GRPO
-from nanorl.types import Rollout, Status
+from nanorl.grpo import GRPO, Field
+from nanorl.types import REWARD_PART, Rollout, Status
 
 
 def batch_metrics(rollouts: Sequence[Rollout], spec: GRPO) -> dict[str, float]:
@@ -62,8 +60,8 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.metrics.items():
             found.setdefault(name, []).append(value)
     return {
-        name if name.startswith(PART) else f"env/{name}": sum(values)
-        / (len(values) if name.startswith(PART) else len(rollouts))
+        name if name.startswith(REWARD_PART) else f"env/{name}": sum(values)
+        / (len(values) if name.startswith(REWARD_PART) else len(rollouts))
         for name, values in sorted(found.items())
     }
 

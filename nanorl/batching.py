@@ -3,7 +3,7 @@
     rollouts → samples → advantages → weights → loss
 
 Each stage is walked once, over the whole batch, before the engine splits it into micro-batches:
-advantages and weights travel with each token as `Sample.fields` (fields.py). Every per-token list
+advantages and weights travel with each token as `Sample.fields` (grpo.py). Every per-token list
 covers all tokens of its sample; the engine shifts them to the predictions.
 
 A rollout is a sample, and each of its branches is one more. They share its advantage and, where an
@@ -24,12 +24,10 @@ from torch import Tensor
 
 from nanoengine.packing import Sample
 from nanorl.batch_metrics import batch_metrics, staleness_metrics
-from nanorl.fields import ALWAYS, Field
-from nanorl.finite import check_rollout
 from nanorl.group_advantage import compute_advantages
-from nanorl.grpo import GRPO, AdvantageBatch, BatchScorer, OwnedSample, part
+from nanorl.grpo import ALWAYS, GRPO, AdvantageBatch, BatchScorer, Field, OwnedSample, part
 from nanorl.policy_loss import PolicyLoss
-from nanorl.types import Rollout, TokenStats, kind_of
+from nanorl.types import Rollout, TokenStats, check_rollout, kind_of
 
 Weigher = Callable[[GRPO, Sequence[Rollout], AdvantageBatch, Tensor], Tensor]
 """(spec, rollouts, batch, [T] which tokens are of a minibatch) -> the weights of those."""
@@ -285,5 +283,5 @@ def check_fields(samples: Iterable[Sample]) -> None:
             raise ValueError(
                 f"a sample has the fields {', '.join(sorted(names))}; missing: "
                 f"{', '.join(sorted(missing)) or 'none'}, unknown: "
-                f"{', '.join(sorted(unknown)) or 'none'} (nanorl/fields.py)"
+                f"{', '.join(sorted(unknown)) or 'none'} (nanorl/grpo.py)"
             )

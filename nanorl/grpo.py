@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache, cached_property
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -165,6 +166,44 @@ class GRPO:
         return []
 
 
+class Field(StrEnum):
+    """A name in `Sample.fields` (nanoengine.packing), which holds a number for each token of a
+    sample; there are no others. The engine packs, splits and shifts them with the tokens, and hands
+    them to the loss as fp32 tensors.
+
+        Sample(
+            tokens=[5, 6, 7, 8],       # two of the prompt, two that the policy sampled
+            loss_mask=[0, 0, 1, 1],
+            fields={
+                Field.ROLLOUT_LOGP: [0.0, 0.0, -0.5, -1.2],
+                Field.STALENESS: [0.0, 0.0, 0.0, 0.0],
+                Field.ADVANTAGE: [0.0, 0.0, 0.7, 0.7],
+                Field.WEIGHT: [0.0, 0.0, 0.25, 0.25],
+            },
+        )
+
+    Log-probs are nats of the tempered distribution. All but OBSERVATION are 0 where the policy did
+    not sample, or are not read there. The last seven are written for other algorithms only.
+    """
+
+    ROLLOUT_LOGP = "rollout_logp"  # log μ; read by corrections, losses and `logp_gap`
+    STALENESS = "staleness"  # versions ago that the token was sampled; read by `logp_gap`
+    OLD_LOGP = "old_logp"  # log π_o, by `Scoring.old` or of the first step; read by losses
+    ADVANTAGE = "advantage"  # A, by `build_batch`
+    WEIGHT = "weight"  # the share of the token in the loss, by `build_batch`
+    REF_LOGP = "ref_logp"  # log π_ref, by `Scoring.reference`; read by advantages and losses
+    SHARP_LOGP = "sharp_logp"  # log π_o at half the temperature, by `Scoring.sharp`, for otb's Σπ²
+    TEACHER_LOGP = "teacher_logp"  # log π_T that reads hindsight, by `Scoring.teacher`, for opd
+    VALUE = "value"  # V before the update, by the critic; read by advantages and its loss
+    RETURN = "return"  # the critic's target, by `build_batch`
+    CHOSEN = "chosen"  # 1 for the tokens that `ChosenTokens` marks for clip_cov and kl_cov
+    OBSERVATION = "observation"  # an observation's share in ECHO's loss, by `ObservationLoss`
+
+
+ALWAYS = frozenset({Field.ROLLOUT_LOGP, Field.STALENESS, Field.ADVANTAGE, Field.WEIGHT})
+"""Every sample of a finished batch has these; the others depend on the algorithm."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvantageBatch:
     """The whole optimizer batch, packed: T tokens of S sequences of R rollouts, a rollout's one
@@ -218,7 +257,7 @@ class LossBatch:
 
     `weight_T` is of the whole optimizer batch and holds the mask. `old_logp_T` is None in the first
     step on a batch: θ has not left o, its own log-probs are the old ones. The rest is what other
-    algorithms read (fields.py); `teacher_top_logp_TK` are the teacher's log-probs of the K tokens
+    algorithms read (`Field`); `teacher_top_logp_TK` are the teacher's log-probs of the K tokens
     that it holds likeliest, `top_logp_TK` the policy's of the same.
     """
 
@@ -237,11 +276,6 @@ class LossBatch:
     chosen_T: Tensor | None = None
     top_logp_TK: Tensor | None = None
     teacher_top_logp_TK: Tensor | None = None
-
-    @property
-    def segments(self) -> tuple[Tensor, Tensor, int]:
-        """The arguments that functions of whole sequences ask for."""
-        return self.mask_T, self.sequence_ids_T, self.num_sequences
 
 
 class BatchScorer(Protocol):

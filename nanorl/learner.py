@@ -2,13 +2,14 @@
 
     rollouts -> batch    batching.py: samples with an advantage and a weight for every token
     batch -> update      the training engine: forward, backward, one update for each minibatch
-    update -> rollouts   the publisher (publisher.py): what is sampled next comes from new weights
+    update -> rollouts   the publisher: what is sampled next comes from new weights
 
 This is the whole of GRPO and PPO on rollouts of the present policy. Its calls run one after
 another, the heavy part in the compute thread that it is given, so that the caller's event loop
 goes on answering meanwhile.
-Left out: which groups make a batch (trainer.py), the loss (batching.py), and models that score
-beside the policy, as a reference or a critic does: scorers/ has a learner that asks them.
+Left out: which groups make a batch (trainer.py), the loss (batching.py), models that score beside
+the policy, as a reference or a critic does (scorers/ has a learner that asks them), and publishers
+to engines with weights of their own (weights/).
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoengine.engine import LossFn, NonFiniteLoss, StepEngine
 from nanoengine.packing import Sample
+from nanoinfer.engine_loop import EngineLoop
 from nanorl.batch_metrics import action_mask, logp_gap, merge_steps, per_action_token
 from nanorl.batching import TrainBatch, build_batch, with_field
-from nanorl.fields import Field
-from nanorl.grpo import GRPO
-from nanorl.publisher import Publisher
+from nanorl.grpo import GRPO, Field
 from nanorl.types import Rollout, TokenStats
 
 Groups = Sequence[Sequence[Rollout]]
@@ -214,3 +215,50 @@ def _note_tokens(
         is_action = torch.tensor(action_mask(sample), dtype=torch.bool)
         own_T = torch.where(is_action, value_T.cpu(), 0.0)
         of_rollout.setdefault(name, nothing)[sequence] = own_T.tolist()
+
+
+class Publisher(Protocol):
+    """The way from the trainer's weights to the engines that sample with them."""
+
+    async def publish(self, version: int) -> float:
+        """Hand them over as policy `version`; returns seconds. An engine that refuses them goes on
+        with its old version."""
+        ...
+
+    def lent(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the trainer may use the devices that it shares with those engines."""
+        ...
+
+
+class SharedWeights:
+    """The publisher where trainer and rollout engine take turns and read one model, parameters and
+    prepacked copies (4 bytes a weight in bf16), as on a CPU. Nothing is copied: an update is
+    complete when the trainer has repacked its model, and until it is published the rollout engine
+    sleeps, and would refuse to run a step.
+    """
+
+    def __init__(self, generator: EngineLoop) -> None:
+        self._generator = generator
+
+    async def publish(self, version: int) -> float:
+        """Have the rollout engine take the weights for policy `version`; returns seconds.
+
+        It happens between two steps of the engine, which checks every value, bumps its version and
+        drops the KV cache: the keys in it were computed by the old weights.
+        ValueError for a weight that is not finite; the engine serves none of them.
+        """
+        start = time.perf_counter()
+        await self._generator.adopt_weights(version)
+        return time.perf_counter() - start
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Inside, the rollout engine sleeps, and its cache's memory is free for activations: what
+        it held would be worthless after the update anyway."""
+        await self._generator.sleep()
+        try:
+            yield
+        finally:
+            # A trainer that has written leaves weights of no version: `publish` wakes the engine.
+            if self._generator.engine.is_current:
+                await self._generator.wake()

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import MicroBatch
-from nanorl.fields import Field
-from nanorl.grpo import GRPO, LossBatch, part
+from nanorl.grpo import GRPO, Field, LossBatch, part
 
 OldPolicy = Callable[[Tensor, LossBatch], Tensor]
 """(log π_θ, batch) -> log π_o."""

@@ -1,29 +1,34 @@
 """The nouns of the stack. Read this file first; every other module passes these around.
 
-    task     one problem; its hidden answer never enters the sandbox
+    task     one problem (task.py); its hidden answer never enters the sandbox
     turn     one model output plus the observation that answers it
     rollout  one trajectory: tokens with a loss mask, log-probs and policy versions
     group    the rollouts of one task in one step, keyed by `group_id`
 
 Tokens in, tokens out: a rollout holds the very ids that the inference engine returned, with the
 log-prob (nats, fp32, of the tempered distribution) and the policy version of each sampled token.
-Left out: padding, batching (nanoengine.packing) and advantages (nanorl.algorithms).
+One NaN spoils the advantages of a whole group, and often of a batch; masks and clips downstream
+would drop it in silence. So numbers of an environment, a reward, an agent or a server are looked at
+where a rollout ends (`unusable`; it FAILED then, and is played again), and once more, with those of
+models, where a batch is made (`check_rollout`, `check_logps`).
+Left out: padding, batching (nanoengine.packing), advantages (nanorl.algorithms) and rewards as they
+are returned, which a message can name better (envs/rewards/base.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-Message = Mapping[str, Any]
-"""One of a chat: `{"role": ..., "content": ...}`, and whatever else the model's template reads."""
+REWARD_PART = "reward/"
+"""What begins the name of a part of the reward among the metrics of a rollout."""
 
-HELDOUT_ONE_IN = 4
-"""A quarter of all tasks is never trained on."""
+MOST_REWARD = 1e30
+"""The largest reward, either way. Advantages are fp32, whose largest number is 3e38, and rewards of
+turns are added."""
 
 
 class InfrastructureError(RuntimeError):
@@ -39,112 +44,9 @@ class Status(StrEnum):
     FAILED = "failed"  # infrastructure, never the program's or the policy's doing
 
 
-@dataclass(frozen=True)
-class Task:
-    """One problem. `prompt` is what the model reads, a text or a chat; all else stays on the host.
-
-    `files` (name -> text) are laid into the working directory of every execution; they are visible
-    to the program, so they must not hold the answer itself. `data` is whatever else the environment
-    or the reward needs; `answer` and `data` are JSON. `agent` names the loop that plays the task,
-    empty: the environment's own.
-    Without `task_id` and `split` both follow from a hash of the content: equal tasks have equal ids
-    on every machine, and one task in four is held out. ValueError names a field that is not JSON.
-
-        Task("What is 17 + 25?", answer="42")
-        Task("First guess?", answer=7, data={"most": 20}, split="heldout")
-    """
-
-    prompt: str | list[Message]
-    answer: Any = None
-    _: KW_ONLY
-    kind: str = "task"
-    files: dict[str, str] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    agent: str = ""
-    task_id: str = ""
-    split: str = ""
-
-    def __post_init__(self) -> None:
-        if not (self.task_id and self.split):
-            own = content_id(self.kind, self.prompt, self.answer, self.files, self._extras())
-            # The dataclass is frozen for everybody else.
-            object.__setattr__(self, "task_id", self.task_id or own)
-            object.__setattr__(self, "split", self.split or split_of(own))
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict of what every task has; `from_json` makes a plain task of it."""
-        return {one.name: getattr(self, one.name) for one in fields(Task)}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Task:
-        return Task(**data)
-
-    def messages(self) -> list[Message]:
-        """The prompt as a chat: a text is what the user says."""
-        if isinstance(self.prompt, str):
-            return [{"role": "user", "content": self.prompt}]
-        return self.prompt
-
-    @property
-    def prompt_text(self) -> str:
-        """The prompt as one text, for people: a chat has a line for each message."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content') or ''}" for m in self.prompt)
-
-    @property
-    def answer_text(self) -> str:
-        """The answer as a text: empty where there is none, JSON where it is no text."""
-        return "" if self.answer is None else json_text(self.answer, "answer")
-
-    def _extras(self) -> dict[str, Any]:
-        given = {"data": self.data, "agent": self.agent}
-        return {name: value for name, value in given.items() if value}
-
-
-def content_id(
-    kind: str,
-    prompt: str | list[Message],
-    answer: Any,
-    files: Mapping[str, str],
-    extras: Mapping[str, Any] | None = None,
-) -> str:
-    """A stable id: equal content, equal id, on every machine and in every process."""
-    parts = [kind, json_text(prompt, "prompt"), json_text(answer, "answer")]
-    for name in sorted(files):
-        parts += [name, files[name]]
-    if extras:
-        parts.append(json_text(dict(extras), "data"))  # an odd one: never taken for a file
-    text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
-    content = text.encode(errors="surrogatepass")  # half a character is content too
-    return f"{kind}-{hashlib.sha256(content).hexdigest()[:16]}"
-
-
-def split_of(text: str) -> str:
-    """`train` or `heldout`, by the text alone: the same text never falls into both."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
-
-
 def kind_of(task_id: str) -> str:
-    """The task type, with which every id that `Task` makes begins."""
+    """The task type, with which every id that `Task` makes begins (task.py)."""
     return task_id.rpartition("-")[0]
-
-
-def json_text(value: Any, name: str) -> str:
-    """A text as it is, anything else as JSON with sorted keys. ValueError names the field `name`.
-
-    So 7 and "7" are one answer.
-    """
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"Task: field {name!r} is {value!r:.200}, which is not JSON ({error}); use texts, "
-            "numbers, lists and objects of them"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,16 +231,48 @@ def _with_spans(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "turn_spans": [TurnSpan(**span) for span in data["turn_spans"]]}
 
 
-def derive_seed(*names: object) -> int:
-    """A 63-bit seed from a path of names, e.g. `derive_seed(run_seed, "rollout", step, member)`.
-
-    So any part of a run can be repeated alone, and resuming needs no state of a generator.
-    """
-    text = "/".join(str(name) for name in names).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+def unusable(rollout: Rollout) -> str:
+    """Name the first of a rollout's rewards and metrics that cannot be trained on; empty where all
+    can."""
+    # The first one is enough, and a good rollout is the usual case: nothing is collected.
+    return next(_faults(rollout), "")
 
 
-def derive_turn_seed(seed: int, turn: int) -> int:
-    """The engine seed of one turn: 63 bits, a function of the rollout's seed and the turn alone."""
-    digest = hashlib.blake2b(f"{seed}:{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _faults(rollout: Rollout) -> Iterator[str]:
+    rule = "a reward function must return a finite number"
+    if not math.isfinite(rollout.reward):
+        yield f"its reward is {rollout.reward}; {rule}"
+    earned = [(turn, x) for one in rollout.sequences for turn, x in enumerate(one.turn_rewards, 1)]
+    for turn, reward in earned:
+        if not math.isfinite(reward):
+            yield f"its reward is {reward} in turn {turn}; {rule}"
+    for name, value in rollout.metrics.items():
+        if not math.isfinite(value):
+            yield f"its metric {name!r} is {value}; what is counted must be a finite number"
+    parts = [value for name, value in rollout.metrics.items() if name.startswith(REWARD_PART)]
+    for value in (rollout.reward, *(reward for _, reward in earned), *parts):
+        if abs(value) > MOST_REWARD:
+            bounds = f"from -{MOST_REWARD:g} to {MOST_REWARD:g}"
+            yield f"its reward is {value:g}; one must be {bounds}: scale it"
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """`ValueError` names a rollout whose rewards, metrics or log-probs cannot be trained on."""
+    # A second look: rollouts also come from servers and from stores of other runs.
+    if fault := unusable(rollout):
+        raise ValueError(f"rollout {rollout.rollout_id}: {fault}")
+    check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")
+
+
+def check_logps(rollout: Rollout, logps: Sequence[Sequence[float]], who: str) -> None:
+    """`ValueError` names the first sampled token to which `who` gives no finite value. `logps` are
+    those of all its sequences."""
+    for branch, (sequence, values) in enumerate(zip(rollout.sequences, logps, strict=True), -1):
+        where = "" if branch < 0 else f" of branch {branch}"
+        for place, (value, is_action) in enumerate(zip(values, sequence.loss_mask, strict=True)):
+            if is_action and not math.isfinite(value):
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: {who} gives its token {place}{where} the value "
+                    f"{value}; the weights of that model are damaged: resume from an earlier "
+                    "checkpoint"
+                )

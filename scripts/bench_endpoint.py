@@ -30,7 +30,8 @@ from nanorl.distributed.roles.player import Player
 from nanorl.options.parse import parse_arguments
 from nanorl.options.parts import Parts, num_threads
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Rollout, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import Rollout
 
 QUESTION = "Tell me about the number {}, in a few words, then say which number comes next."
 MORE = "Go on."

@@ -77,7 +77,7 @@ def run_step(
     folder: str, dtype: str, threads: int, group_size: int = workload.STEP_GROUP
 ) -> dict[str, Any]:
     """Three GRPO steps as TRL does them; the first warms up. As in a run of one process, both
-    engines read the trainer's weights and take turns (nanorl/publisher.py)."""
+    engines read the trainer's weights and take turns (nanorl/learner.py)."""
     import torch
 
     from nanoengine.config import EngineConfig

@@ -49,7 +49,8 @@ from nanorl.options import agent_kit  # noqa: E402
 from nanorl.options.parts import Parts  # noqa: E402
 from nanorl.options.presets import get_preset  # noqa: E402
 from nanorl.scorers.scored_learner import make_learner  # noqa: E402
-from nanorl.types import Rollout, Task  # noqa: E402
+from nanorl.task import Task  # noqa: E402
+from nanorl.types import Rollout  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
 PROMPTS = [list(range(5, 25)), list(range(30, 42))]

@@ -54,7 +54,8 @@ from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.run.trainer import StepResult, Trainer
 from nanorl.scorers.scored_learner import choose_learner
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 from nanosched import Scheduler
 
 NUM_REPLICAS = 2

@@ -6,29 +6,28 @@ not copied, and products of our own C++ in both engines.
 """
 
 from __future__ import annotations
-
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
 import pytest
+import re
+import sys
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from core_steps import Entered, trace_decode, trace_grpo  # noqa: E402
-
+from core_steps import Entered  # noqa: E402
+from core_steps import trace_decode  # noqa: E402
+from core_steps import trace_grpo  # noqa: E402
 from nanorl.distributed.roles.inline_roles import InlineRoles  # noqa: E402
 from nanorl.envs.tasks.tiny_model import build_tiny_model  # noqa: E402
 from nanorl.options import agent_kit  # noqa: E402
 from nanorl.options.parts import Parts  # noqa: E402
-from nanorl.options.presets import PRESETS, get_preset  # noqa: E402
-
+from nanorl.options.presets import PRESETS  # noqa: E402
+from nanorl.options.presets import get_preset  # noqa: E402
 
 def said(file: str, *sentences: str) -> None:
     """Fail unless the document or docstring says so, wherever its lines break."""
@@ -59,13 +58,11 @@ def functions(entered: Entered) -> set[str]:
 
 def test_both_engines_of_a_cpu_read_one_model_and_weights_are_adopted(roles: InlineRoles) -> None:
     said("docs/tour.md", "one model, read by both", "so nothing is copied")
-    said(
-        "docs/tour.md", "`nanorl/publisher.py: SharedWeights.publish` has the rollout engine adopt"
-    )
+    said("docs/tour.md", "`nanorl/learner.py: SharedWeights.publish` has the rollout engine adopt")
     said("docs/core.md", "the trainer has written into the model that both engines read")
     assert roles.rollout_engine.model is roles.engine.model
     entered = functions(trace_grpo(roles))
-    assert "nanorl/publisher.py: SharedWeights.publish" in entered
+    assert "nanorl/learner.py: SharedWeights.publish" in entered
     assert "nanoinfer/engine_core.py: EngineCore.adopt_weights" in entered
     assert not [one for one in entered if re.search(r"\.(update_weights|export_state)$", one)]
     assert not [one for one in entered if one.startswith("nanorl/distributed/weights/")]

@@ -9,7 +9,7 @@ its prepacked copy lies and over which ranks it is split.
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
 of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16; within a
 training step those of the layers are lent to the activations. A run of one process in which
-rollouts and training take turns has one model (nanorl/publisher.py).
+rollouts and training take turns has one model (nanorl/learner.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
 Next: layers.py, linear.py, attention.py; architectures/ for what is not dense.
 """

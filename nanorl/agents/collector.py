@@ -20,7 +20,8 @@ from nanorl.agents.concurrency import ConcurrencyLimit
 from nanorl.agents.context import Generator
 from nanorl.agents.kit import Kit
 from nanorl.envs.base import Opening
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import Rollout, Status
 
 MOST_LOST = 8
 """So many rollouts in a row, of at least two tasks, that failed for good end the run."""

@@ -17,7 +17,7 @@ from nanoengine.text.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.types import derive_turn_seed
+from nanorl.task import derive_turn_seed
 
 
 class Generator(Protocol):

@@ -26,7 +26,8 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, shorten
 from nanorl.envs.base import Environment, Opening
-from nanorl.types import InfrastructureError, Task, derive_turn_seed
+from nanorl.task import Task, derive_turn_seed
+from nanorl.types import InfrastructureError
 
 End = Literal["done", "turns", "turn", "response", "context", "stopped", "failed"]
 """How an agent's reply ended: by itself, at a limit (of turns, or of tokens in a turn, in all

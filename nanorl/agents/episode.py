@@ -31,7 +31,8 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import Rollout, Status
 
 OpenSession = Callable[[Any], AbstractAsyncContextManager[Any]]
 """Lets a client into a recording (nanorl/serving/endpoint)."""

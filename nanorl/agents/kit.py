@@ -18,7 +18,8 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
 from nanorl.envs.base import Environment, Opening, Services
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 class Kit:

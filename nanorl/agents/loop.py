@@ -9,10 +9,11 @@ Left out: other loops (loops.py), retries of failed rollouts (nanorl/agents/coll
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
@@ -22,8 +23,8 @@ from nanorl.agents.context import Generator, TurnTimes
 from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.limits import Limits
 from nanorl.envs.base import Environment, Opening
-from nanorl.finite import unusable, without_numbers
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout, unusable
 
 LOAD_LOOP = "nanorl.agents.loops:load_loop"
 """Finds the loop that a task names."""
@@ -129,5 +130,13 @@ class Agent:
         episode.context.builder.metrics["answered"] = float(episode.answer is not None)
         rollout = episode.rollout(score)
         if fault := unusable(rollout):  # it would reach the advantages of the whole group
-            return without_numbers(episode.rollout(None, fault))
+            return _without_numbers(episode.rollout(None, fault))
         return rollout
+
+
+def _without_numbers(rollout: Rollout) -> Rollout:
+    """A rollout that FAILED for such a number, without what turns earned and counted, so that the
+    number gets into no database and no curve."""
+    metrics = {name: value for name, value in rollout.metrics.items() if math.isfinite(value)}
+    branches = [replace(one, turn_rewards=[], turn_metrics=[]) for one in rollout.branches]
+    return replace(rollout, metrics=metrics, branches=branches, turn_rewards=[], turn_metrics=[])

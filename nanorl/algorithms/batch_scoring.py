@@ -18,9 +18,8 @@ from nanoengine.packing import Sample, TopTokens
 from nanorl.algorithms.self_distillation import aligned, aligned_top, teacher_samples
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import samples_of, with_field
-from nanorl.fields import Field
-from nanorl.finite import check_logps
-from nanorl.types import Rollout
+from nanorl.grpo import Field
+from nanorl.types import Rollout, check_logps
 
 
 class SpeechMask(Protocol):

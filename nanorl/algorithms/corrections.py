@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanorl.algorithms.divergences import binary_kl
 from nanorl.algorithms.modifier import Modifier
-from nanorl.algorithms.segments import segment_mean
+from nanorl.algorithms.segments import segment_mean, segments_of
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.group_advantage import segment_sum
 from nanorl.grpo import LossBatch
@@ -101,12 +101,12 @@ def near(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
 
 def truncated_sequences(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
     """`sequence_tis`."""
-    return sequence_tis(log_w_T, *batch.segments, spec.correction_cap)
+    return sequence_tis(log_w_T, *segments_of(batch), spec.correction_cap)
 
 
 def kept_sequences(spec: AlgorithmSpec, log_w_T: Tensor, batch: LossBatch) -> Tensor:
     """`geometric_rejection`."""
-    return geometric_rejection(log_w_T, *batch.segments, *spec.bounds)
+    return geometric_rejection(log_w_T, *segments_of(batch), *spec.bounds)
 
 
 class Veto(Modifier):
@@ -117,4 +117,4 @@ class Veto(Modifier):
 
     def correct(self, weight_T: Tensor, log_w_T: Tensor, batch: LossBatch) -> Tensor:
         """The weights, 0 in such sequences."""
-        return weight_T * veto(log_w_T, *batch.segments, self.threshold)
+        return weight_T * veto(log_w_T, *segments_of(batch), self.threshold)

@@ -15,8 +15,7 @@ from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import with_field
-from nanorl.fields import Field
-from nanorl.grpo import AdvantageBatch, LossBatch
+from nanorl.grpo import AdvantageBatch, Field, LossBatch
 from nanorl.policy_loss import ClippedLoss, clipped
 
 

@@ -23,7 +23,8 @@ from nanorl.agents.tokens import shorten
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.envs.base import Opening
 from nanorl.envs.tasks.problem import Problem
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 Openings = dict[str, Opening]
 """What the members of a group read first, by rollout_id."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanorl.algorithms.segments import segment_mean
+from nanorl.algorithms.segments import segment_mean, segments_of
 from nanorl.grpo import LossBatch
 from nanorl.policy_loss import ClippedLoss, clipped, ppo
 
@@ -34,11 +34,11 @@ class GSPO(ClippedLoss):
         """[T] with the gradient of `logp_T`."""
         low, high = self.spec.clip
         A_T = batch.advantage_T
-        return gspo(logp_T, old_T, A_T, batch.segments, clip_low=low, clip_high=high)
+        return gspo(logp_T, old_T, A_T, segments_of(batch), clip_low=low, clip_high=high)
 
     def ratio(self, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
         """[T] that of the token's sequence."""
-        return gspo_ratio(logp_T, old_T, *batch.segments)
+        return gspo_ratio(logp_T, old_T, *segments_of(batch))
 
 
 def gspo_ratio(
@@ -62,7 +62,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """The PPO clip on a sequence-level ratio. Sequences must be whole (`LossBatch.segments`)."""
+    """The PPO clip on a sequence-level ratio. Sequences must be whole (`segments_of`)."""
     ratio_T = gspo_ratio(logp_T, old_logp_T, *segments)
     return clipped(ratio_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
 

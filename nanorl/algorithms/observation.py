@@ -14,8 +14,7 @@ from nanorl.algorithms.batch_scoring import Scoring, SpeechMask
 from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.fields import Field
-from nanorl.grpo import BatchScorer, LossBatch, OwnedSample
+from nanorl.grpo import BatchScorer, Field, LossBatch, OwnedSample
 from nanorl.types import Branch, Rollout
 
 

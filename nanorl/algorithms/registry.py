@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nanorl.fields import Field
+from nanorl.grpo import Field
 
 
 class AdvantagePart(NamedTuple):

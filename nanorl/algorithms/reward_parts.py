@@ -11,9 +11,8 @@ from torch import Tensor
 from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.option_groups import TURN_REWARDS
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.finite import PART
 from nanorl.grpo import AdvantageBatch
-from nanorl.types import Rollout
+from nanorl.types import REWARD_PART, Rollout
 
 
 class RewardParts(Modifier):
@@ -38,7 +37,7 @@ def part_of(rollout: Rollout, name: str) -> float | None:
     the parts is one too, under a name of its own; without any it is 0."""
     if name == TURN_REWARDS:
         return sum(sum(one.turn_rewards) for one in rollout.sequences)
-    return rollout.metrics.get(f"{PART}{name}")
+    return rollout.metrics.get(f"{REWARD_PART}{name}")
 
 
 def parts_of(rollouts: Sequence[Rollout], names: Iterable[str]) -> dict[str, Tensor]:
@@ -47,7 +46,11 @@ def parts_of(rollouts: Sequence[Rollout], names: Iterable[str]) -> dict[str, Ten
     for name in names:
         values = [part_of(rollout, name) for rollout in rollouts]
         for rollout, value in zip(rollouts, values, strict=True):
-            has = [key.removeprefix(PART) for key in rollout.metrics if key.startswith(PART)]
+            has = [
+                key.removeprefix(REWARD_PART)
+                for key in rollout.metrics
+                if key.startswith(REWARD_PART)
+            ]
             if value is None:
                 raise ValueError(
                     f"rollout {rollout.rollout_id}: its reward has no part {name!r}; there are: "

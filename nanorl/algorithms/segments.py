@@ -5,6 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanorl.group_advantage import segment_sum
+from nanorl.grpo import LossBatch
+
+
+def segments_of(batch: LossBatch) -> tuple[Tensor, Tensor, int]:
+    """The arguments that functions of whole sequences ask for: `(mask_T, ids_T, count)`."""
+    return batch.mask_T, batch.sequence_ids_T, batch.num_sequences
 
 
 def segment_mean(

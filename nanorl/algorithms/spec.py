@@ -31,8 +31,7 @@ from nanorl.algorithms.option_groups import (
     check_own,
     is_own,
 )
-from nanorl.fields import Field
-from nanorl.grpo import GRPO
+from nanorl.grpo import GRPO, Field
 from nanorl.options.bounds import check_number
 
 

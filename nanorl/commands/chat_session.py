@@ -33,8 +33,8 @@ from nanorl.options.parts import load_tasks
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.run.saved_models import SavedModels, find_models
+from nanorl.task import Task
 from nanorl.trust import PLAYED, require
-from nanorl.types import Task
 
 TRAINED, BASE = "trained", "base"
 PLAIN_TURN_TOKENS = 512

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
     from nanorl.observability.report.evaluation import Evaluation
     from nanorl.run.saved_models import SavedModels
-    from nanorl.types import Rollout, Task
+    from nanorl.task import Task
+    from nanorl.types import Rollout
 
 RESULT = "eval.json"
 PHASE = "held-out tasks"

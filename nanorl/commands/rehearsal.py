@@ -25,7 +25,8 @@ from nanorl.options.parse import with_options
 from nanorl.options.presets import get_preset
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import SandboxSpec
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 _TIMEOUT_S = 10.0
 

@@ -17,7 +17,8 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.sandbox.base import Sandbox
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

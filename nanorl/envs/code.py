@@ -21,7 +21,7 @@ from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Done, Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.tools.python import python
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class CodeEnv(Env):

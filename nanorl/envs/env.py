@@ -37,7 +37,8 @@ from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.rewards.rule import RuleReward
 from nanorl.envs.tools.base import Done, Tool, ToolContext
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 ANSWER = "Answer:"
 CALLER = "nanorl.plugins:caller"

@@ -25,7 +25,8 @@ from nanorl.envs.rewards.base import Score, Transcript, as_score
 from nanorl.envs.tools.base import Tool, ToolContext
 from nanorl.envs.tools.tool_calls import answer_calls
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 TOOL_UNAVAILABLE = "tool unavailable"
 WHERE_RAISED = "nanorl.plugins:where_raised"

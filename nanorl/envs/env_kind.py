@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.base import Environment, Services
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class TaskSet(Protocol):

@@ -21,7 +21,7 @@ from typing import Any
 from nanoengine.extras import missing
 from nanorl.envs.env import Env, last_number
 from nanorl.plugins import load_object
-from nanorl.types import Task
+from nanorl.task import Task
 
 MOST_SEEDS = 1 << 31
 

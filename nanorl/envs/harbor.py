@@ -25,7 +25,8 @@ from nanorl.envs.tools.workspace import bash, edit, read, submit, write
 from nanorl.sandbox.base import ExecStatus, WorkspaceSandbox
 from nanorl.sandbox.grading import grade, verify
 from nanorl.sandbox.session import Session
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 _SET_UP_LIMIT_S = 60.0
 

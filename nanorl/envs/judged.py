@@ -13,7 +13,8 @@ from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
 from nanorl.envs.rewards.base import Reward, Score, Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 class JudgedKind:

@@ -24,7 +24,7 @@ from nanorl.envs.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.envs.tools.base import Tool
 from nanorl.envs.tools.function import bind_tools
 from nanorl.plugins import where_raised
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class ShortKind:

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 
 from nanoengine.extras import missing
 from nanorl.envs.env import Env
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 MOST_SEEDS = 1 << 31
 MAX_BYTES = 4 << 20

@@ -23,7 +23,7 @@ from nanorl.envs.env import Done, Env
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tools.workspace import bash, edit, read, submit, write
 from nanorl.sandbox.grading import Case, check
-from nanorl.types import Task
+from nanorl.task import Task
 
 _NUM_CASES = 12
 _CASE_LIMIT_S = 5.0

@@ -25,7 +25,7 @@ from typing import Any
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.env import Env
 from nanorl.envs.verifiers_process import VerifiersProcess
-from nanorl.types import Task, split_of
+from nanorl.task import Task, split_of
 
 CLIENTS = ("eval", "train")
 OWN_PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers" / "bin" / "python"

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from nanorl.plugins import load_object
-from nanorl.types import Task, derive_seed
+from nanorl.task import Task, derive_seed
 
 
 class TaskSource(Protocol):

@@ -38,7 +38,8 @@ from nanorl.options.run_config import RunConfig
 from nanorl.options.run_sizes import sized
 from nanorl.scorers.reference_names import parse_references, shares_of
 from nanorl.scorers.references import check_reference
-from nanorl.types import Task, kind_of
+from nanorl.task import Task
+from nanorl.types import kind_of
 from nanosched.resources import Resources
 
 

@@ -12,7 +12,7 @@ from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.run.cursor import Phase
 from nanorl.run.heldout_success import evaluate
 from nanorl.run.state import RunState
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class EvaluationPhase:

@@ -15,7 +15,8 @@ from typing import Any
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import PlayRollout, RolloutsFailed
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import Rollout, Status
 
 GREEDY = SamplingParams(temperature=0.0)
 

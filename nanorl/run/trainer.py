@@ -48,7 +48,8 @@ from nanorl.learner import Learner
 from nanorl.options.run_config import RunConfig
 from nanorl.scorers.gap_probe import GapProbe
 from nanorl.scorers.scored_learner import GroupScores, ScoredLearner
-from nanorl.types import Rollout, Task, TokenStats
+from nanorl.task import Task
+from nanorl.types import Rollout, TokenStats
 from nanosched import ActorHandle, TaskError
 
 Group = list[Rollout]

@@ -33,7 +33,8 @@ from nanorl.envs.env_kind import Demonstrator, TaskSet, shown_action
 from nanorl.envs.tasks.tiny_model import CHAT_MARKERS
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import Rollout, Status
 
 SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats
 

@@ -24,9 +24,9 @@ from nanoengine.heads.scorer import Policy
 from nanoengine.packing import Sample
 from nanorl.batch_metrics import action_mask, logp_gap
 from nanorl.batching import TrainBatch, samples_of
-from nanorl.fields import Field
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.transfer_queue import TransferQueue
+from nanorl.grpo import Field
 from nanorl.types import Rollout
 
 WAIT_SHARE = 0.05

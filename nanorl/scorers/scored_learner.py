@@ -24,10 +24,9 @@ from nanorl.algorithms.batch_scoring import Scoring, score_group
 from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
-from nanorl.fields import Field
-from nanorl.learner import Groups, Learner, UpdatePlan
+from nanorl.grpo import Field
+from nanorl.learner import Groups, Learner, Publisher, UpdatePlan
 from nanorl.options.run_config import RunConfig
-from nanorl.publisher import Publisher
 from nanorl.scorers.gap_probe import gap_on
 from nanorl.scorers.value_critic import ValueEstimator, explained_variance
 from nanorl.types import Rollout

@@ -13,7 +13,7 @@ from nanoengine.heads.value_engine import ValueEngine, ValueModel
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanorl.algorithms.losses import value_loss
-from nanorl.fields import Field
+from nanorl.grpo import Field
 
 
 class ValueEstimator(Protocol):

@@ -22,7 +22,8 @@ from nanorl.envs.catalog import load_kind
 from nanorl.envs.http_record.record_access import HttpAccess
 from nanorl.serving.endpoint.endpoint_server import RecordingServer
 from nanorl.serving.endpoint.report import ReportRules
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 TINY = tiny_tokenizer()
 SECRET = "the-hidden-answer-7351"

@@ -15,7 +15,8 @@ from typing import Any
 
 from nanorl.envs.base import Opening, TimeStep
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 FAULTS = ("hang", "hang in C", "kill", "exit", "flood", "garbage", "raise", "none")
 

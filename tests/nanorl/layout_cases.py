@@ -40,7 +40,7 @@ from nanorl.algorithms.losses import value_loss
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
-from nanorl.fields import Field
+from nanorl.grpo import Field
 from nanorl.types import Rollout, TurnSpan
 
 VERSION = 4

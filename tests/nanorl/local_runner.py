@@ -14,7 +14,7 @@ from pathlib import Path
 from nanoinfer.chat.base import ToolCall
 from nanorl.envs.actions import ActionFormat
 from nanorl.envs.tasks.teachers import SloppyTeacher
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 def run_program(code: str, files: Mapping[str, str], folder: Path) -> str:

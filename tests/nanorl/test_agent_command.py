@@ -18,7 +18,8 @@ from agent_programs import FAMILY, SECRET, TASK, TINY, Silent, play, wait_until_
 from nanorl.agents.command import Command
 from nanorl.agents.loops import load_loop
 from nanorl.options.agent_config import AgentConfig
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 pytestmark = pytest.mark.sandbox  # they count the host's processes
 BOTH = pytest.mark.parametrize("in_sandbox", [False, True], ids=["plain", "sandboxed"])

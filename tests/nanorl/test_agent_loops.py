@@ -21,7 +21,8 @@ from nanorl.agents.loop import Agent
 from nanorl.envs.actions import MARKDOWN
 from nanorl.envs.base import TimeStep
 from nanorl.sandbox.base import SandboxFailure
-from nanorl.types import Rollout, Status, Task, derive_turn_seed
+from nanorl.task import Task, derive_turn_seed
+from nanorl.types import Rollout, Status
 
 TINY = tiny_tokenizer()
 TASK = Task(task_id="t7", kind="k", prompt="6*7?", answer="42")

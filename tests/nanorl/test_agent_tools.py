@@ -13,7 +13,8 @@ from nanorl.envs.rewards.rule import RuleReward, parse_number
 from nanorl.envs.tasks.teachers import NOTICES, is_failure
 from nanorl.envs.tools.result_text import describe, last_error_line
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="SECRET", files={"data.txt": "1 2"})
 CODE = "```python\nprint(1)\n```"

@@ -33,7 +33,8 @@ from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.run.trainer import StepResult, Trainer
 from nanorl.scorers.scored_learner import choose_learner
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 from nanosched import Scheduler
 
 PROMPT = [1, 2, 3]

@@ -10,7 +10,8 @@ from nanorl.commands.view import readable
 from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.transcript import transcript
 from nanorl.observability.store import Entry
-from nanorl.types import Rollout, Status, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TurnSpan
 
 ENTRY = Entry(
     rollout_id="r",

@@ -36,7 +36,8 @@ from nanorl.envs.kind import ShortKind
 from nanorl.envs.rewards.base import Score
 from nanorl.envs.tools.function import function_tool
 from nanorl.envs.tools.python import python
-from nanorl.types import Branch, Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, Status
 
 pytestmark = pytest.mark.xdist_group("tokenizers")  # each takes seconds to load
 

@@ -11,7 +11,8 @@ from test_batching import rollout
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import RolloutCollector
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 TASK = Task(task_id="t", kind="sum", prompt="1 + 1?", answer="2")
 

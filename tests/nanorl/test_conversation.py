@@ -17,7 +17,7 @@ from nanorl.agents.conversation import Conversation, Listener, Reply
 from nanorl.agents.limits import Limits
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
-from nanorl.types import Task
+from nanorl.task import Task
 
 TOKENIZER = tiny_tokenizer()
 CALL = "```python\nprint(6 * 7)\n```"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanorl.flow.curriculum import InOrder, Learnable, TaskChooser, load_curriculum
-from nanorl.types import Task
+from nanorl.task import Task
 
 KINDS = ("easy", "even", "hard", "new")
 

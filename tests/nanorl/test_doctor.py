@@ -33,7 +33,8 @@ from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig, WarmStartConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.types import Rollout, Status, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TurnSpan
 
 CONFIG = RunConfig(
     warm_start=WarmStartConfig(steps=0),

@@ -23,7 +23,8 @@ from nanorl.envs.catalog import load_kind
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.run_kind import num_env_workers
 from nanorl.options.presets import get_preset
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 FILE = f"gymnasium:{adapted_games.__file__}:Countdown"
 LAKE = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"]}

@@ -24,7 +24,8 @@ from nanorl.envs.hosting.host_pool import WorkerPool
 from nanorl.options.phase_config import WarmStartConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.run.warm_start import WarmStart
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 TASK = Task("Find the door.", answer=3)
 

@@ -31,7 +31,8 @@ from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.env_server import SEAL, EnvServer, ServeLimits
 from nanorl.envs.remote.wire import WireTask
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import InfrastructureError, Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout, Status
 
 TOKENIZER = tiny_tokenizer()
 CALL = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'

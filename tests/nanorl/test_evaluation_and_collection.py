@@ -9,7 +9,8 @@ import pytest
 from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import RolloutCollector
 from nanorl.run.heldout_success import evaluate
-from nanorl.types import Rollout, Status, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TurnSpan
 
 TASKS = [
     Task(task_id=f"t{i}", kind="even" if i % 2 == 0 else "odd", prompt=f"p{i}", answer="1")

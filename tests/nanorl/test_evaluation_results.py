@@ -11,7 +11,8 @@ from nanorl.cli import main
 from nanorl.commands.evaluate import EvalOptions
 from nanorl.observability.report.comparison import PairedComparison, comparison_text
 from nanorl.observability.report.evaluation import Evaluation, TaskScore, evaluation_text
-from nanorl.types import Rollout, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, TurnSpan
 
 
 def rollout(task: Task, reward: float, **more: object) -> Rollout:

@@ -32,8 +32,8 @@ from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tools.base import Done
-from nanorl.finite import unusable
-from nanorl.types import Branch, Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, Status, unusable
 
 NO_NUMBERS = [math.nan, math.inf, -math.inf]
 TINY = tiny_tokenizer()

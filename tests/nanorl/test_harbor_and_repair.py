@@ -26,7 +26,8 @@ from nanorl.envs.repair import Repair, draw_repair
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tasks.harbor_tasks import read_harbor_tasks, read_workplace
 from nanorl.sandbox import SandboxPool, SandboxSpec
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 PARSER = HermesParser()
 TEST_SH = """#!/bin/bash

@@ -19,7 +19,8 @@ from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.envs.hosting.host_pool import MAX_STARTS, HostingLimits, WorkerPool
 from nanorl.envs.hosting.reward import HostedReward
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 pytestmark = [
     pytest.mark.xdist_group("hosting"),

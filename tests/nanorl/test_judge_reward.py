@@ -21,7 +21,8 @@ from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.envs.rewards.judge import JudgeReward, read_verdict
 from nanorl.envs.rewards.judge_models import FolderJudge, JudgeFailed, JudgeLimits
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 ROLLOUT = Rollout(
     task_id="t", group_id="g", rollout_id="r", tokens=[1, 2], loss_mask=[0, 1],

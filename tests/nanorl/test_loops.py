@@ -26,7 +26,8 @@ from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
 from nanorl.envs.kind import ShortKind
 from nanorl.observability.report.transcript import transcript
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 TINY = tiny_tokenizer()
 ROOMY = Limits(

@@ -10,7 +10,8 @@ import pytest
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.envs.rewards.math_reward import MathReward, formula_in
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 pytest.importorskip("math_verify")
 pytestmark = pytest.mark.xdist_group("hosting")

@@ -17,7 +17,8 @@ import pytest
 import nanorl
 from nanorl.envs.tools.base import ToolContext
 from nanorl.envs.tools.mcp import McpTool, mcp_tools
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.xdist_group("mcp")

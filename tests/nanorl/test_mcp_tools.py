@@ -12,7 +12,8 @@ import pytest
 
 from nanorl.envs.tools.base import ToolContext, ToolError
 from nanorl.envs.tools.mcp import McpServer, McpTool, mcp_tools
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.xdist_group("mcp")

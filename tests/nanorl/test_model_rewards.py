@@ -29,7 +29,8 @@ from nanorl.envs.rewards import reward_model
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.envs.rewards.reward_model import ModelReward
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 ROLLOUT = Rollout(
     task_id="t", group_id="g", rollout_id="r", tokens=[1, 2], loss_mask=[0, 1],

@@ -8,7 +8,7 @@ from test_batching import rollout
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import action_mask
 from nanorl.batching import build_batch
-from nanorl.fields import Field
+from nanorl.grpo import Field
 from nanorl.types import Rollout, TurnSpan
 
 

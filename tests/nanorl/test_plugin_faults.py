@@ -35,7 +35,8 @@ from nanorl.options.agent_kit import AgentKit
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.run.heldout_success import evaluate
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 assert sleeper, "a fixture"
 pytestmark = [

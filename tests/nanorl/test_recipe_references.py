@@ -25,8 +25,7 @@ from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
 from nanorl.batch_metrics import action_mask
 from nanorl.batching import build_batch
-from nanorl.fields import Field
-from nanorl.grpo import LossBatch
+from nanorl.grpo import Field, LossBatch
 from nanorl.policy_loss import make_loss
 from nanorl.types import Rollout, TurnSpan
 

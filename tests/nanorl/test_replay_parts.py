@@ -18,7 +18,8 @@ from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.run.history import Event, RunHistory
-from nanorl.types import Branch, Rollout, Status, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 
 def rollout() -> Rollout:

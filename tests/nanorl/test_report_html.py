@@ -31,7 +31,8 @@ from nanorl.observability.report.examples import (
 from nanorl.observability.report.html import SHADE_FROM_NATS, write_report
 from nanorl.observability.report.trace import TokenView, split_text, trace_rollout
 from nanorl.observability.store import Entry, RolloutStore
-from nanorl.types import Rollout, Status, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TurnSpan
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

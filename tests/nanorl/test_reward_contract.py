@@ -16,7 +16,8 @@ from nanorl.envs.rewards.function_reward import as_reward, score_rollout
 from nanorl.envs.rewards.load import REWARDS, load_reward
 from nanorl.envs.rewards.rule import RuleReward
 from nanorl.envs.rewards.weighted import WeightedReward
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 TASK = Task(task_id="t", kind="sum", prompt="17 + 25?", answer="42")
 ROLLOUT = Rollout(

@@ -27,7 +27,8 @@ from nanorl.distributed.roles.router import Router
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler
 
 TOKENIZER = make_tokenizer()

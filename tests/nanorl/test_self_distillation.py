@@ -39,7 +39,8 @@ from nanorl.envs.tasks.problem import make_problem
 from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
-from nanorl.types import Branch, Rollout, Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, TurnSpan
 
 SDFT, SDPO = named_spec("sdft"), named_spec("sdpo")
 TOKENIZER = tiny_tokenizer()

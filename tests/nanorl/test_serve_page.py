@@ -12,7 +12,8 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from nanoinfer.server.page import PageAbout
 from nanorl.commands.serve_page import page_about
 from nanorl.run.saved_models import SavedModels, read_run
-from nanorl.types import Task, TurnSpan
+from nanorl.task import Task
+from nanorl.types import TurnSpan
 
 
 def about(run: Path) -> PageAbout:

@@ -27,7 +27,8 @@ from nanorl.envs.shipped.wordle import verdict
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
 from nanorl.envs.tasks.source import fingerprint
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 PLAIN = ("guess", "wordle", "reverse_text", "alphabet_sort", "math", "search")
 Says = Callable[[list[str]], str]

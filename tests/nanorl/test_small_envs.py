@@ -21,7 +21,8 @@ from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.rewards.base import Transcript
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TURNS = {

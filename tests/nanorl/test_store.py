@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from nanorl.envs.tasks.problem import make_problem
 from nanorl.observability.store import Filter, RolloutStore, StoreError, content_hash
 from nanorl.observability.store.rows import Filed, from_content, to_entry, to_rows
-from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TokenStats, TurnSpan
 
 
 def make_rollout(rollout_id: str, *, seed: int = 0, **fields) -> Rollout:

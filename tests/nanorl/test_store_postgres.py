@@ -9,7 +9,8 @@ import pytest
 from test_store import make_rollout
 
 from nanorl.observability.store import Filter, RolloutStore, StoreError
-from nanorl.types import Status, Task, TokenStats
+from nanorl.task import Task
+from nanorl.types import Status, TokenStats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

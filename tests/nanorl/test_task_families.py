@@ -15,7 +15,7 @@ from nanorl.envs.tasks.family import Family
 from nanorl.envs.tasks.problem import ProblemGenerator
 from nanorl.envs.tasks.smollm2 import smollm2_family
 from nanorl.envs.tasks.tiny import tiny_family
-from nanorl.types import split_of
+from nanorl.task import split_of
 
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
 BY_HAND = {

@@ -15,7 +15,7 @@ from nanorl.envs.tasks import readers
 from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import MOST_DRAWS, GeneratedTasks, ListTasks
-from nanorl.types import Task, split_of
+from nanorl.task import Task, split_of
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": n + 1, "level": n % 3} for n in range(20)]
 MAPPED = TaskFields.parse(["prompt=question", "answer=solution"])

@@ -15,7 +15,7 @@ from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.smollm2 import smollm2_family
 from nanorl.envs.tasks.source import GeneratedTasks, ListTasks
 from nanorl.envs.tasks.tiny import tiny_family
-from nanorl.types import Task, content_id
+from nanorl.task import Task, content_id
 
 BOTH = [smollm2_family(), tiny_family()]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 def test_a_task_is_a_prompt_and_an_answer_and_its_id_follows_from_both() -> None:

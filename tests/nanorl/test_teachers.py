@@ -23,7 +23,7 @@ from nanorl.envs.tasks.teachers import (
     wild_guess,
 )
 from nanorl.envs.tasks.tiny import tiny_family
-from nanorl.types import Task
+from nanorl.task import Task
 
 PRESETS = [(smollm2_family(), MARKDOWN), (tiny_family(), COMPACT)]
 EVERY = pytest.mark.parametrize(("family", "form"), PRESETS, ids=["smollm2", "tiny"])

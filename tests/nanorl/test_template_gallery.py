@@ -58,7 +58,8 @@ from nanorl.inspection.doctor.conversations import (
 from nanorl.inspection.doctor.template_proof import Proof, prove, prove_one
 from nanorl.inspection.doctor.template_trace import trace
 from nanorl.serving.endpoint.recording import Recording
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 NO_TOOLS = {"gemma2": "there is no system role"}
 """Their templates have no place for a word about tools; `check` says why, with the line."""

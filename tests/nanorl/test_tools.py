@@ -18,7 +18,8 @@ from nanorl.envs.tools.function import FunctionTool, function_tool, method_tools
 from nanorl.envs.tools.python import python
 from nanorl.envs.tools.tool_calls import TurnResults, answer_calls
 from nanorl.sandbox.base import SandboxFailure
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="a", files={"data.txt": "1"})
 

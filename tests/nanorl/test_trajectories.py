@@ -43,8 +43,9 @@ from nanorl.observability.trajectories.frames import ChatFrames
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
 from nanorl.serving.endpoint.call_tree import CallTree
+from nanorl.task import Task
 from nanorl.trust import remember
-from nanorl.types import Rollout, Status, Task
+from nanorl.types import Rollout, Status
 
 # As Qwen's: tools in the system message, calls in tags, results as what a user says.
 QWEN = r"""{%- if tools %}<|im_start|>system

@@ -23,7 +23,8 @@ from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, QueueCursor, Row, TransferQueue
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.trainer import played_before
-from nanorl.types import Branch, Task
+from nanorl.task import Task
+from nanorl.types import Branch
 
 SIZE = 2
 

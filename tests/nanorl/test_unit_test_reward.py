@@ -15,7 +15,8 @@ from nanorl.envs.rewards.tests import UnitTestReward
 from nanorl.sandbox import SandboxSpec
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 pytestmark = pytest.mark.sandbox
 ROLLOUT = Rollout(

@@ -40,7 +40,8 @@ from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.serving.endpoint.endpoint_server import RecordingServer
 from nanorl.serving.endpoint.recording import Recording
-from nanorl.types import InfrastructureError, Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout, Status
 
 pytestmark = pytest.mark.xdist_group("heavy")
 HERE = Path(__file__).parent

@@ -14,7 +14,8 @@ from nanorl.envs.tools.base import Submitted, ToolContext
 from nanorl.envs.tools.tool_calls import answer_calls
 from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
 from nanorl.sandbox import SandboxPool, SandboxSpec
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 pytestmark = pytest.mark.sandbox
 TOOLS = {tool.name: tool for tool in (bash, python_session, read, write, edit, submit)}

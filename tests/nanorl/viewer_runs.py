@@ -16,7 +16,8 @@ from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny
 from nanorl.run.cursor import PHASES
-from nanorl.types import Branch, Rollout, Status, Task, TokenStats, TurnSpan
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
 
 if TYPE_CHECKING:
     from starlette.testclient import TestClient

@@ -15,9 +15,9 @@ from nanoengine.config import EngineConfig
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.role import Role
+from nanorl.learner import Publisher
 from nanorl.observability.monitor.monitor_control import ClusterControl
 from nanorl.observability.store import RolloutStore
-from nanorl.publisher import Publisher
 from nanorl.scorers.scored_learner import ScoringEngine
 from nanorl.scorers.value_critic import ValueEstimator
 

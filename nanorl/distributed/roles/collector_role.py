@@ -25,7 +25,8 @@ from nanorl.observability.monitor.vitals import vitals
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
 from nanorl.run.warm_start import WarmStart
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler
 
 

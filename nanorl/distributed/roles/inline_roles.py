@@ -30,7 +30,7 @@ from nanorl.observability.store import RolloutStore
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.parts import Parts, num_threads
 from nanorl.scorers.references import load_reference
-from nanorl.types import derive_seed
+from nanorl.task import derive_seed
 
 
 class InlineEngine(Engine):

@@ -14,7 +14,8 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.parts import Parts, num_threads
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 class Player:

@@ -7,5 +7,5 @@ in_process.py  two engines of one process that share no weights: copied from one
 version_ledger.py      who may touch the shared buffer; delta.py: what changed between two versions
 
 On a CPU both engines of a synchronous run read one set of weights, and nothing travels at all:
-nanorl/publisher.py.
+nanorl/learner.py.
 """

@@ -18,8 +18,8 @@ import torch
 
 from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
+from nanorl.learner import SharedWeights
 from nanorl.options.run_config import RunConfig
-from nanorl.publisher import SharedWeights
 
 
 def can_share_weights(config: RunConfig, device: torch.device) -> bool:

@@ -16,7 +16,8 @@ from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Environment, Opening, TeacherError, TimeStep
 from nanorl.envs.hosting.host_pool import HostedObject, WorkerPool
 from nanorl.envs.rewards.base import Score, Transcript, as_score
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 T = TypeVar("T")
 Reading = tuple[TimeStep, list[Message]]

@@ -20,7 +20,7 @@ from nanorl.envs.http_record.record_config import HttpConfig
 from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.options.run_config import RunConfig
 from nanorl.sandbox.base import WorkspaceSandbox
-from nanorl.types import Task
+from nanorl.task import Task
 
 if TYPE_CHECKING:
     from nanorl.envs.http_record.record_access import HttpAccess

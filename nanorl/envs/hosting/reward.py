@@ -15,7 +15,8 @@ from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.rewards.base import Reward, Score, Transcript, as_score
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.envs.rewards.load import load_reward
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 class ScoreHost:

@@ -27,7 +27,8 @@ from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tasks.records import check_agent
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 if TYPE_CHECKING:
     import httpx

@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Opening, TimeStep
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 Split = Literal["train", "heldout"]
 Said = str | list[Message]

@@ -14,7 +14,8 @@ from numbers import Real
 from typing import Any, Protocol
 
 from nanoengine.text.chat_template import Message
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.envs.rewards.base import Reward, Score, Transcript, as_score
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 PARAMETERS = ("rollout", "task", "transcript", "text", "answer", "environment")
 

@@ -29,7 +29,8 @@ from nanorl.envs.rewards.judge_models import (
     JudgeFailed,
     JudgeLimits,
 )
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 TEMPLATE = """\
 You grade an answer to a task. The answer stands between two lines with the mark {mark}. It is text

@@ -21,7 +21,8 @@ from nanoengine.extras import missing
 from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.rewards.rule import RuleReward
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 _MAX_CHARACTERS = 2000
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")

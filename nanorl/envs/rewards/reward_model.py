@@ -20,7 +20,8 @@ from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import worker_thread
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 _TRUSTED = frozenset({"system"})  # the policy's own text may not spell this model's control tokens
 

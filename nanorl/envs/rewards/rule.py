@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 _NUMBER = re.compile(r"([+-]?)(?:(\d+)(?:\.(\d*))?|\.(\d+))(?:[eE]([+-]?\d+))?")
 _MAX_DIGITS = 1000

@@ -28,7 +28,8 @@ from nanorl.sandbox.base import (
     SandboxSpec,
     check_safety,
 )
-from nanorl.types import InfrastructureError, Rollout, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError, Rollout
 
 _PROGRAM = Path(inside.__file__)
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -16,7 +16,8 @@ from itertools import zip_longest
 
 from nanorl.envs.rewards.base import Reward, Score, Transcript
 from nanorl.envs.rewards.function_reward import as_reward, score_rollout
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 class WeightedReward:

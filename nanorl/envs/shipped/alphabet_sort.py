@@ -21,7 +21,7 @@ from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
-from nanorl.types import Task
+from nanorl.task import Task
 
 _FIRST = """
 Adam Alice Amir Anna Ben Bianca Carl Chloe Clara Daniel David Diana Elena Emil Erik Eva Fatima Felix

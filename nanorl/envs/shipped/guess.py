@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Done, Env
-from nanorl.types import Task
+from nanorl.task import Task
 
 _HINT = re.compile(r"(higher|lower) than (\d+)")
 _MOST_DIGITS = 9

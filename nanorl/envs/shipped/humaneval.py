@@ -21,7 +21,7 @@ from nanoengine.extras import missing
 from nanorl.envs.env import Done, Env
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.rewards.tests import UnitTestReward
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class HumanEval(Env):

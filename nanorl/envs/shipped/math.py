@@ -22,7 +22,7 @@ from typing import Any
 from nanorl.envs.env import Env
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.rewards.math_reward import MathReward
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 class MathProblems(Env):

@@ -35,7 +35,8 @@ from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.shipped.tagged_text import tagged
 from nanorl.envs.tools.python import python
-from nanorl.types import InfrastructureError, Task, content_id, split_of
+from nanorl.task import Task, content_id, split_of
+from nanorl.types import InfrastructureError
 
 _TAG = "answer"
 _LONGEST_ANSWER = 10_000

@@ -22,7 +22,7 @@ from nanorl.envs.env import Done, Env
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.shipped.tagged_text import lcs_ratio, tagged
 from nanorl.envs.shipped.words import COMMON_WORDS
-from nanorl.types import Task
+from nanorl.task import Task
 
 _TAG = "reversed_text"
 _SLIPS = 1 / 3

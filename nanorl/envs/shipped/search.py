@@ -32,7 +32,7 @@ from nanorl.envs.env import Env
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.shipped.corpus import Document, Question, Town, read_corpus
 from nanorl.envs.tools.base import ToolError
-from nanorl.types import Task
+from nanorl.task import Task
 
 _NUM_SHOWN = 3
 _BEGINNING = 60

@@ -26,7 +26,7 @@ from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
-from nanorl.types import Task
+from nanorl.task import Task
 
 _FIVE_LETTERS = re.compile(r"[a-zA-Z]{5}")
 _NUM_GUESSES = 6

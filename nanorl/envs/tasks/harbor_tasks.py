@@ -31,7 +31,7 @@ from typing import Any
 
 from nanorl.sandbox.grading import test_names
 from nanorl.sandbox.protocol import FOLDERS
-from nanorl.types import Task, split_of
+from nanorl.task import Task, split_of
 
 _DEFAULT_FOLDER = "/app"
 _WITHOUT_EFFECT = frozenset({"FROM", "LABEL", "MAINTAINER", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL"})

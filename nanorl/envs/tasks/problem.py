@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanorl.types import Task, content_id, split_of
+from nanorl.task import Task, content_id, split_of
 
 
 @dataclass(frozen=True, kw_only=True)

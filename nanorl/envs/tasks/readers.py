@@ -28,7 +28,7 @@ from typing import Any
 
 from nanoengine.extras import missing
 from nanorl.envs.tasks.records import SPLITS, TaskFields, as_object, parse_object, task_of
-from nanorl.types import Task, json_text, split_of
+from nanorl.task import Task, json_text, split_of
 
 HUB = "hf:"
 MOST_OF_ITERATOR = 100_000

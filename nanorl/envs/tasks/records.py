@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.types import Task
+from nanorl.task import Task
 
 FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {

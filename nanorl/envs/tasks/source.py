@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from nanorl.envs.tasks.problem import Problem
-from nanorl.types import HELDOUT_ONE_IN, Task
+from nanorl.task import HELDOUT_ONE_IN, Task
 
 Split = Literal["train", "heldout"]
 AnyTask = TypeVar("AnyTask", bound=Task)

@@ -20,7 +20,7 @@ from nanorl.envs.actions import ActionFormat, program
 from nanorl.envs.env_episode import TOOL_UNAVAILABLE
 from nanorl.envs.tasks.problem import Problem
 from nanorl.envs.tools.result_text import KILLED, NO_OUTPUT
-from nanorl.types import Task
+from nanorl.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ from typing import Any, Protocol
 
 from nanoinfer.chat.base import Described
 from nanorl.sandbox.base import Sandbox
-from nanorl.types import InfrastructureError, Task
+from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 
 class ToolError(ValueError):

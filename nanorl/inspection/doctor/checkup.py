@@ -51,7 +51,8 @@ from nanorl.options.run_sizes import activation_bytes, resident_bytes
 from nanorl.plugins import where_raised
 from nanorl.run.warm_start import WarmStart
 from nanorl.sandbox.base import SandboxUnavailable
-from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
+from nanorl.task import Task, derive_seed
+from nanorl.types import InfrastructureError, Rollout, Status
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd

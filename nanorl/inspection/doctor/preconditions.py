@@ -15,7 +15,8 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import OPENING
 from nanorl.observability.alarms.finding import Finding, Severity, quoted
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Rollout, Task, content_id
+from nanorl.task import Task, content_id
+from nanorl.types import Rollout
 
 FEW_HELDOUT = 20
 """Held-out tasks: of fewer, one more or less is five percent."""

@@ -25,8 +25,9 @@ from nanorl.run.heldout_success import GREEDY
 from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
 from nanorl.run.saved_models import named_options, read_run
+from nanorl.task import Task, derive_seed
 from nanorl.trust import require
-from nanorl.types import Rollout, Status, Task, TokenStats, derive_seed
+from nanorl.types import Rollout, Status, TokenStats
 
 Place = tuple[int, int]
 RL = PHASES.index("rl")

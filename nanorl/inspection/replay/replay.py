@@ -32,7 +32,8 @@ from nanorl.inspection.replay.weights import PastWeights
 from nanorl.observability.store import content_hash
 from nanorl.options.parts import Parts
 from nanorl.run.manifest import manifest_of
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 EQUAL, UNKNOWN = "equal", "not recorded by the run"
 

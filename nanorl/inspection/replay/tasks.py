@@ -14,7 +14,7 @@ from dataclasses import fields
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.inspection.replay.past_run import Chosen
 from nanorl.options.parts import Parts
-from nanorl.types import Task
+from nanorl.task import Task
 
 MAX_CHARS = 60
 

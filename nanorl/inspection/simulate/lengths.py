@@ -13,7 +13,7 @@ from functools import cache
 from statistics import NormalDist
 
 from nanorl.inspection.simulate.simulation_config import AnswerLengths
-from nanorl.types import derive_seed
+from nanorl.task import derive_seed
 
 _NORMAL = NormalDist()
 

@@ -17,7 +17,8 @@ from nanorl.distributed.roles.router import Router
 from nanorl.inspection.simulate.lengths import draw_length
 from nanorl.inspection.simulate.simulated_replica import RequestSize
 from nanorl.inspection.simulate.simulation_config import RolloutLoad
-from nanorl.types import Rollout, Task, derive_seed, derive_turn_seed
+from nanorl.task import Task, derive_seed, derive_turn_seed
+from nanorl.types import Rollout
 
 BEGIN_S, END_S, ANSWER = "begin_s", "end_s", "answer_tokens"
 """Metrics of a simulated rollout: when it began and ended, and the real tokens of its answer."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from nanoengine.text.chat_template import Message
 from nanorl.inspection.viewer.stored import outcome_of
-from nanorl.observability.report.evaluation import PART
 from nanorl.observability.report.trace import Decode, split_text
 from nanorl.observability.report.transcript import verdict
 from nanorl.observability.store import Entry
@@ -28,7 +27,8 @@ from nanorl.observability.trajectories.base import (
     TrajectoryTurn,
     number,
 )
-from nanorl.types import Branch, Rollout, Task, TokenStats
+from nanorl.task import Task
+from nanorl.types import REWARD_PART, Branch, Rollout, TokenStats
 
 Json = dict[str, Any]
 MOST_CHARS = 4_000
@@ -184,9 +184,9 @@ def _call(call: CallOfTurn, texts: _Texts) -> Json:
 def _metrics(rollout: Rollout, *, is_part: bool) -> Json:
     """The parts of the reward by their names, or all other numbers about the rollout."""
     return {
-        name.removeprefix(PART): number(value)
+        name.removeprefix(REWARD_PART): number(value)
         for name, value in sorted(rollout.metrics.items())
-        if name.startswith(PART) == is_part
+        if name.startswith(REWARD_PART) == is_part
     }
 
 

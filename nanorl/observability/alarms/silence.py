@@ -20,7 +20,8 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.observability.alarms.finding import Finding, Severity
 from nanorl.options.agent_kit import AgentKit
-from nanorl.types import Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 LEAST_OF_EACH = 4
 """Rollouts of either kind, without which nothing is said."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nanorl.finite import PART
 from nanorl.observability.report.statistics import (
     Measured,
     mean_of_tasks,
@@ -22,7 +21,8 @@ from nanorl.observability.report.statistics import (
     share_of_tasks,
 )
 from nanorl.observability.report.summary import write_atomically
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import REWARD_PART, Rollout
 
 PROMPT_CHARS = 200  # of a task in the file
 
@@ -174,8 +174,8 @@ def _score(task: Task, rollouts: Sequence[Rollout]) -> TaskScore:
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
-            if name.startswith(PART):
-                parts[name.removeprefix(PART)].append(value)
+            if name.startswith(REWARD_PART):
+                parts[name.removeprefix(REWARD_PART)].append(value)
     return TaskScore(
         task_id=task.task_id,
         kind=task.kind,

@@ -20,7 +20,8 @@ from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.store import Entry, RolloutStore
 from nanorl.observability.store.address import EVALUATIONS_FILE
 from nanorl.run.cursor import PHASES, Phase
-from nanorl.types import Rollout, Status, Task, TokenStats, kind_of
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TokenStats, kind_of
 
 NUM_STAGES = 3  # equal parts of the steps that were taken
 MAX_CELLS = 60  # of a task type in a stage: what a page of moderate size holds

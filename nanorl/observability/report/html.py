@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.finite import PART
 from nanorl.observability.report.charts import (
     build_charts,
     duration,
@@ -29,7 +28,7 @@ from nanorl.observability.report.charts import (
 from nanorl.observability.report.examples import Example, Rate
 from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.observability.report.trace import Decode, Segment, TokenView, trace_rollout
-from nanorl.types import Branch, Rollout, Status
+from nanorl.types import REWARD_PART, Branch, Rollout, Status
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = Path(__file__).with_name("style.css")
@@ -459,8 +458,8 @@ def _facts(example: Example) -> str:
         if values:
             ends = dict.fromkeys(f"{end:+.3g}" for end in (min(values), max(values)))
             facts.append(f"advantage {' to '.join(ends)}")
-    parts = {name: one for name, one in rollout.metrics.items() if name.startswith(PART)}
-    facts += [f"{name.removeprefix(PART)} {number(one)}" for name, one in parts.items()]
+    parts = {name: one for name, one in rollout.metrics.items() if name.startswith(REWARD_PART)}
+    facts += [f"{name.removeprefix(REWARD_PART)} {number(one)}" for name, one in parts.items()]
     facts += [f"{name} {number(v)}" for name, v in rollout.metrics.items() if name not in parts]
     facts += [f"error: {rollout.error[:_MAX_CHARS]}"] if rollout.error else []
     return " · ".join(facts)

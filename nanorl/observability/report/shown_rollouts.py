@@ -14,7 +14,8 @@ from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.report.tensorboard import TensorBoardFolders
 from nanorl.observability.report.trace import Decode
 from nanorl.observability.report.transcript import transcript, verdict
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 if TYPE_CHECKING:
     from nanorl.run.trainer import StepResult

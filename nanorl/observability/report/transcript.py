@@ -6,7 +6,8 @@ Left out: branches, numbers of single tokens and long texts in full (report.html
 from __future__ import annotations
 
 from nanorl.observability.report.trace import Decode
-from nanorl.types import Branch, Rollout, Status, Task
+from nanorl.task import Task
+from nanorl.types import Branch, Rollout, Status
 
 MAX_CHARS = 400  # of one text
 

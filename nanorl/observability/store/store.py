@@ -57,7 +57,8 @@ from nanorl.observability.store.rows import (
 )
 from nanorl.observability.store.sqlite import SqliteDatabase
 from nanorl.observability.store.stats import Duplicates, StoreStats, find_duplicates, read_stats
-from nanorl.types import Rollout, Status, Task, TokenStats, kind_of
+from nanorl.task import Task
+from nanorl.types import Rollout, Status, TokenStats, kind_of
 
 T = TypeVar("T")
 ENTRY = ", ".join(f"r.{name}" for name in ENTRY_COLUMNS)

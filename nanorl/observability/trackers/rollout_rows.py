@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from nanorl.observability.report.trace import Decode
 from nanorl.observability.report.transcript import transcript, verdict
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

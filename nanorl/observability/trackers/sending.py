@@ -25,7 +25,8 @@ from nanorl.observability.report.trace import Decode
 from nanorl.observability.trackers.rollout_rows import RolloutRow, rollout_rows
 from nanorl.observability.trackers.services import SERVICES, TrackedRun, TrackerProcess
 from nanorl.options.run_config import RunConfig, flatten
-from nanorl.types import Rollout, Task
+from nanorl.task import Task
+from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
 if TYPE_CHECKING:

@@ -49,7 +49,8 @@ from nanorl.agents.tokens import Truncation
 from nanorl.envs.rewards.base import Transcript
 from nanorl.serving.endpoint.call_count import CallCount, NoCallsLeftError
 from nanorl.serving.endpoint.call_tree import CallNode, CallTree
-from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
+from nanorl.task import derive_seed
+from nanorl.types import InfrastructureError, Rollout, Status
 
 MAX_STOP_IDS = 1000
 
