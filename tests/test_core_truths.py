@@ -6,28 +6,36 @@ not copied, and products of our own C++ in both engines.
 """
 
 from __future__ import annotations
+
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
 import pytest
-import re
-import sys
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from core_steps import Entered  # noqa: E402
-from core_steps import trace_decode  # noqa: E402
-from core_steps import trace_grpo  # noqa: E402
+from core_steps import (  # noqa: E402
+    Entered,
+    trace_decode,
+    trace_grpo,
+)
+
 from nanorl.distributed.roles.inline_roles import InlineRoles  # noqa: E402
 from nanorl.envs.tasks.tiny_model import build_tiny_model  # noqa: E402
 from nanorl.options import agent_kit  # noqa: E402
 from nanorl.options.parts import Parts  # noqa: E402
-from nanorl.options.presets import PRESETS  # noqa: E402
-from nanorl.options.presets import get_preset  # noqa: E402
+from nanorl.options.presets import (  # noqa: E402
+    PRESETS,
+    get_preset,
+)
+
 
 def said(file: str, *sentences: str) -> None:
     """Fail unless the document or docstring says so, wherever its lines break."""
