@@ -21,7 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.cpp.ops import NATIVE_DTYPES, has_native
+from kernels.cpp.ops import has_native
+
+_WHY_NOT = "kernels.cpp.build:why_not_native"
 
 Backend = Literal["auto", "torch", "cpp", "triton"]
 Path = Literal["cpp", "triton", "torch"]
@@ -66,7 +68,7 @@ def use_native(backend: str, *tensors: Tensor, refusal: str | None = None) -> bo
     _check_backend(backend)
     if backend != "cpp":
         return False
-    reason = refusal or _why_not_native(tensors)
+    reason = refusal or (None if has_native(*tensors) else resolve(_WHY_NOT)(tensors))
     if reason is not None:
         raise ValueError(f"backend='cpp': {reason}; use backend='auto' or 'torch'")
     return True
@@ -75,20 +77,6 @@ def use_native(backend: str, *tensors: Tensor, refusal: str | None = None) -> bo
 def chosen(on_triton: bool, is_native: bool) -> Path:
     """The path of a call from the answers of `use_triton` and `use_native`."""
     return "cpp" if is_native else "triton" if on_triton else "torch"
-
-
-def _why_not_native(tensors: Sequence[Tensor]) -> str | None:
-    if has_native(*tensors):
-        return None
-    dtypes = list(dict.fromkeys(x.dtype for x in tensors))
-    if len(dtypes) > 1:
-        return f"dtypes {', '.join(map(str, dtypes))} must be one"
-    if dtypes[0] not in NATIVE_DTYPES:
-        return f"dtype {dtypes[0]} must be float32 or bfloat16"
-    elsewhere = [x.device for x in tensors if not x.is_cpu]
-    if elsewhere:
-        return f"a tensor is on {elsewhere[0]}, C++ runs on a CPU"
-    return "the C++ kernels are not available (the first warning said why)"
 
 
 def _check_backend(backend: str) -> None:

@@ -3,11 +3,6 @@
 A copy between host and GPU costs some ten microseconds whatever its size, and one that the host
 waits for costs the work that it could have queued meanwhile. So what one step needs goes up in one
 copy from pinned memory (`to_device`), and what it gives comes down in one (`to_host`).
-
-On the host glibc gives every tensor beyond 32 MB, and at first beyond 128 KB, pages of its own from
-the kernel and hands them back when the tensor dies; the next one pays a page fault for every 4 KB.
-In a CPU training step those faults cost about as much as the arithmetic. Nothing here runs at
-import: `reuse_large_buffers` sets it for the whole process, so the program decides.
 """
 
 import ctypes
@@ -27,8 +22,6 @@ T = TypeVar("T")
 
 _UPLOAD = "kernels.gpu.upload:upload"
 _EXTREMES = "kernels.torch.finite:are_finite"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # as glibc numbers them
-_KEEP_BYTES = 2**31 - 1
 
 
 class Scratch:
@@ -45,24 +38,6 @@ class Scratch:
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
         return buffer[:size].view(*shape)
-
-
-def reuse_large_buffers() -> bool:
-    """Tells glibc to serve large tensors from memory it keeps. False where there is no glibc.
-
-    The process's memory then stays at its peak until it ends, or until `release_free_memory`.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    options = (
-        (_M_MMAP_THRESHOLD, _KEEP_BYTES),
-        (_M_TRIM_THRESHOLD, _KEEP_BYTES),
-        (_M_ARENA_MAX, 1),  # else every thread that ever trained keeps a peak of its own
-    )
-    return all([mallopt(option, value) == 1 for option, value in options])
 
 
 def release_free_memory() -> None:

@@ -66,7 +66,7 @@ def run_benchmark(
 ) -> int:
     """One worker's measurement, or all rows, printed and written. Returns the exit status."""
     if args.worker:
-        from kernels.memory import reuse_large_buffers
+        from kernels.torch.allocator import reuse_large_buffers
 
         reuse_large_buffers()
         work, folder, dtype, threads = args.worker

@@ -24,10 +24,10 @@ from nanorl.sandbox.base import SandboxUnavailable  # noqa: E402
 
 CEILINGS: dict[str, float] = {
     "core: files": 40,
-    "core: lines": 8041,
+    "core: lines": 8000,
     "core: names imported from wings": 0,
     "core: files with all that they import": 44,
-    "core: lines with all that they import": 8498,
+    "core: lines with all that they import": 8453,
     "core: lines of the longest class": 251,
     "nanorl: rooms": 15,
     "nanorl: arrows between rooms": 86,

@@ -19,9 +19,11 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kernels.cpp.ops import NATIVE_DTYPES, Kernels
 
@@ -193,3 +195,16 @@ def _reason(error: Exception) -> str:
         lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
         return f"{error.cmd[0]}: {next((line for line in lines if 'error' in line), lines[0])}"
     return str(error)
+
+
+def why_not_native(tensors: Sequence[Tensor]) -> str:
+    """The reason why these tensors cannot go to the C++ kernels."""
+    dtypes = list(dict.fromkeys(x.dtype for x in tensors))
+    if len(dtypes) > 1:
+        return f"dtypes {', '.join(map(str, dtypes))} must be one"
+    if dtypes[0] not in NATIVE_DTYPES:
+        return f"dtype {dtypes[0]} must be float32 or bfloat16"
+    elsewhere = [x.device for x in tensors if not x.is_cpu]
+    if elsewhere:
+        return f"a tensor is on {elsewhere[0]}, C++ runs on a CPU"
+    return "the C++ kernels are not available (the first warning said why)"

@@ -272,14 +272,6 @@ class Transformer(nn.Module):
         found = [one for one in self.modules() if type(one) is PackedLinear]  # none in 8 bits
         return [one for one in found if is_native(one.weight)]
 
-    def forget_packed(self) -> None:
-        """Drop every prepacked copy: products make them on the fly, for weights that come and go
-        (ZeRO-3)."""
-        for module in self.modules():
-            if isinstance(module, Packed):
-                module.forget()
-        self.lm_head_packed = self._wide_head = None
-
     @property
     def quantization(self) -> str | None:
         """The format of matrices that are not in the model's dtype, fp8 or int8."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kernels.memory import reuse_large_buffers
+from kernels.torch.allocator import reuse_large_buffers
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_local: int = 1) -> torch.device:

@@ -20,6 +20,7 @@ from torch import Tensor
 from nanoengine.alone import Alone, Loss
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ForeseeingLoss
+from nanoengine.model.linear import Packed
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, add_sums, make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -138,7 +139,16 @@ class Ranks(Alone):
             super().refresh(models)
             return
         for part in models:
-            part.forget_packed()
+            forget_packed(part)
+
+
+def forget_packed(model: Transformer) -> None:
+    """Drop every prepacked copy: products make them on the fly, for weights that come and go
+    (ZeRO-3)."""
+    for module in model.modules():
+        if isinstance(module, Packed):
+            module.forget()
+    model.lm_head_packed = model._wide_head = None
 
 
 class _JointLoss:

@@ -36,7 +36,7 @@ def run_training(
     """
     import torch  # here, and what imports it, so that a wrong flag is answered at once
 
-    from kernels.memory import reuse_large_buffers
+    from kernels.torch.allocator import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
     from nanorl.distributed.roles.choose_roles import make_roles
     from nanorl.envs.run_kind import settle_sandbox

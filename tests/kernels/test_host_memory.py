@@ -9,7 +9,8 @@ import pytest
 
 PROGRAM = """
 import sys, torch
-from kernels.memory import release_free_memory, reuse_large_buffers
+from kernels.memory import release_free_memory
+from kernels.torch.allocator import reuse_large_buffers
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 if sys.argv[1] == "keep":

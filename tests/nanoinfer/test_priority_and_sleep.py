@@ -73,7 +73,7 @@ def test_requests_sleep_through_and_wake_to_the_same_tokens() -> None:
 MEMORY_OF_A_SLEEPER = """
 import sys
 from pathlib import Path
-from kernels.memory import reuse_large_buffers
+from kernels.torch.allocator import reuse_large_buffers
 from nanoinfer.params import SamplingParams
 from tiny_text import make_text_engine
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.memory import reuse_large_buffers
+from kernels.torch.allocator import reuse_large_buffers
 from nanorl.agents.context import Generator
 from nanorl.distributed.roles.inline_roles import InlineRoles
 from nanorl.inspection.replay.causes import altered_logp, changed_parts, ranked
