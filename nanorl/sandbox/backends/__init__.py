@@ -4,7 +4,7 @@
         result = await sandbox.run("print(6 * 7)")
 
     auto       the default: bwrap where it runs, else wasm (choice.py, one folder up)
-    bwrap      `SandboxPool`, unchanged (backend_pool.py, one folder up)
+    bwrap      `SandboxPool`, unchanged (pool.py, one folder up)
     oci        a container of podman or docker for every program
     gvisor     runsc: the kernel's calls are answered by another kernel, in user space
     microvm    a virtual machine, restored from a snapshot for every program

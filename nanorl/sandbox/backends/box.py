@@ -31,7 +31,7 @@ from nanorl.sandbox.outcome import Outcome, judge
 _MODULES = (
     *("protocol", "confine", "first", "program", "usage", "worker", "plain"),
     *("tests_side", "program_side", "jobs"),
-    *("backends.frames", "backends.rights", "backends.guest"),
+    *("backends.worker_frames", "backends.rights", "backends.guest"),
 )
 _BOOT = """
 import json, os, struct, sys, types
