@@ -83,6 +83,14 @@ def test_the_page_says_the_figures(native: None, steps: dict[str, Entered]) -> N
         assert claim == pytest.approx(figure, rel=0.01), "python scripts/book.py --write"
 
 
+def test_nanorls_first_page_names_every_file_and_room_of_its_root() -> None:
+    text = (ROOT / "nanorl" / "__init__.py").read_text().split('"""')[1]
+    for path in (ROOT / "nanorl").iterdir():
+        if not path.name.startswith(("_", ".")) and path.name != "py.typed":
+            name = f"{path.name}/" if path.is_dir() else path.name
+            assert name in text, f"nanorl/__init__.py does not name {name}"
+
+
 # -- the measures, on a house built on purpose -----------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.parallel.dealing import Deal, deal
 from nanoengine.parallel.layout import DATA_AXES, Layout, SplitConfig
 from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.ranks import Ranks
 from nanoengine.state.whole_engine import Engine
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.batch_scoring import Scoring
@@ -427,7 +428,7 @@ def planted(bug: str) -> Iterator[None]:
     patches = {
         "a ratio over a part of the sequence": _with_half_means,
         "statistics of one rank": lambda: mock.patch.object(
-            Engine, "_sum_over_ranks", lambda self, loss, stats: (loss, stats)
+            Ranks, "summed", lambda self, loss, stats: (loss, stats)
         ),
     }
     if bug in patches:
