@@ -1,8 +1,8 @@
-"""The book stands alone: a copy of it without the wings trains both pages.
+"""The book stands alone: a copy of it without the wings trains a page.
 
-Copied are what the walks enter and import, the packages' doors, the C++, and the files that a set-up
-asks for by name: choosing an engine, checking options, fresh weights, compiling. Those are listed,
-so that nothing joins them unseen. Left out: agent_on_a_page.py, whose sandbox is a wing.
+Copied are what the walks enter and import, the packages' doors, the C++, and the files that a
+set-up asks for by name: choosing an engine, checking options, fresh weights, compiling. Those are
+listed, so that nothing joins them unseen. Left out: agent_on_a_page.py, whose sandbox is a wing.
 """
 
 from __future__ import annotations
