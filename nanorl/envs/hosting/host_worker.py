@@ -19,7 +19,7 @@ from typing import Any
 
 from nanorl.types import InfrastructureError
 
-_OWN_FOLDER = str(Path(__file__).parents[1])
+_OWN_FOLDER = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from nanoengine.extras import missing
 from nanorl.envs.http_record.record_access import HttpAccess
 from nanorl.envs.http_record.record_config import HttpConfig
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _NEEDS = ("cryptography", "h11")
 _END_S = 10.0
 

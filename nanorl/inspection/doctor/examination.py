@@ -30,7 +30,7 @@ SANDBOXES = ("bwrap", "wasm")
 """The sandboxes that are tried, the preferred one first."""
 ENGINES_LIMIT_S = 300  # a compiler on a busy machine
 SANDBOX_LIMIT_S = 300  # the first start of wasm compiles Python
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parents[3]
 _INSTALL_COMPILER = "install one: `apt install g++`, `dnf install gcc-c++`"
 
 

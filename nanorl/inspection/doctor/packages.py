@@ -28,7 +28,7 @@ _SHOWN = ("numpy", "safetensors", "tokenizers", "transformers", "huggingface_hub
 
 def python_section() -> Section:
     """The interpreter, where `nanorl` comes from, and what its environment changes."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     facts = {
         "python": platform.python_version(),
         "executable": sys.executable,
