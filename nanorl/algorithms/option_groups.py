@@ -89,6 +89,15 @@ def check_own(name: str, value: str, choices: Sequence[str]) -> None:
 class OptionGroup(Modified):
     """The options of one owner; here none."""
 
+    def __post_init__(self) -> None:
+        for owner in self.owners("check"):
+            owner.check(self)
+
+    def owners(self, name: str) -> list[type[OptionGroup]]:
+        """The groups of options that define a method, in the order of their options."""
+        found = reversed(type(self).__mro__)
+        return [one for one in found if issubclass(one, OptionGroup) and name in vars(one)]
+
     @property
     def advantage_part(self) -> AdvantagePart:
         """The declaration of the advantage estimator."""

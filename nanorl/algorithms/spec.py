@@ -83,18 +83,12 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
         check_choice("old_policy", self.old_policy, get_args(OldPolicy))
         _check_grpo(self)
         _check_sense(self)
-        for owner in self._owners("check"):
-            owner.check(self)
-
-    def _owners(self, name: str) -> list[type[groups.OptionGroup]]:
-        """The groups of options that define a method, in the order of their options."""
-        found = reversed(type(self).__mro__)
-        return [one for one in found if issubclass(one, groups.OptionGroup) and name in vars(one)]
+        super().__post_init__()
 
     @cached_property
     def modifiers(self) -> tuple[Modifier, ...]:
         """The modifiers that act in the stages of a batch, in the order of the options."""
-        paths = [owner.modifier(self) for owner in self._owners("modifier")]
+        paths = [owner.modifier(self) for owner in self.owners("modifier")]
         return tuple(resolve_name(path)(self) for path in paths if path)
 
     @cached_property

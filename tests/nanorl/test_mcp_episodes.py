@@ -256,7 +256,7 @@ def test_no_server_outlives_the_process_whose_episode_never_ended(tmp_path: Path
 import asyncio
 from nanorl.envs.tools.base import ToolContext
 from nanorl.envs.tools.mcp import mcp_tools
-from nanorl.types import Task
+from nanorl.task import Task
 tools = {{tool.name: tool for tool in mcp_tools({deaf.command!r})}}
 print(asyncio.run(tools["pid"].run(ToolContext(task=Task("p", answer="a")), {{}})))
 """
