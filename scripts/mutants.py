@@ -141,7 +141,10 @@ AREAS = {
         ),
     ),
     "batching": Area(
-        files=("nanorl/batching.py", "nanorl/flow/*.py"),
+        files=(
+            *("nanorl/batching.py", "nanorl/batch_metrics.py", "nanorl/flow/*.py"),
+            *("nanorl/algorithms/turn_rewards.py", "nanorl/agents/concurrency.py"),
+        ),
         tests=(
             *("test_observed_tokens",),
             *("test_batching", "test_transfer_queue", "test_staleness", "test_curriculum"),
