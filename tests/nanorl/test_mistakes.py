@@ -344,7 +344,8 @@ def nobody(place: Path) -> Iterator[None]:
         for path in places:
             path.chmod(0o755)
         return
-    for module in ("commands.new", "commands.evaluate", "commands.train", "run", "roles.launch"):
+    roles = "distributed.roles.choose_roles"
+    for module in ("commands.new", "commands.evaluate", "commands.train", "run.run", roles):
         importlib.import_module(f"nanorl.{module}")  # the user may not enter Python's folder
     os.seteuid(NOBODY)
     try:
