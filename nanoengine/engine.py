@@ -17,6 +17,7 @@ Next: scoring.py (a micro-batch's log-probs), optim.py.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pkgutil import resolve_name
@@ -64,7 +65,7 @@ class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as Stop
     """A loss or gradient was NaN or infinite; weights and moments are as before the step."""
 
 
-class StepEngine:
+class StepEngine(ABC):
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
     def __init__(
@@ -125,12 +126,12 @@ class StepEngine:
 
     # -- log-probs ---------------------------------------------------------------------------
 
+    @abstractmethod
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]:
         """For each sample a log-prob of each token: entry t is of tokens[t] given the tokens before
-        it, entry 0 is 0."""
-        raise NotImplementedError  # no part of a step: `Engine` (state/whole_engine.py) has it
+        it, entry 0 is 0. No part of a step: `Engine` (state/whole_engine.py) has it."""
 
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches, in the order in which they are run."""
