@@ -25,8 +25,9 @@ Left out: the options of all other algorithms (algorithms/spec.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache, cached_property
 from pkgutil import resolve_name
@@ -87,6 +88,12 @@ class GRPO:
     correction: str = "auto"
     correction_cap: float = 2.0
     """C of tis, mis and sequence_tis."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{option.name}={value}: must be a finite number")
 
     # Computed once: the loss of every micro-batch reads them.
 

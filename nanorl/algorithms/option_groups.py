@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import isfunction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,7 +27,6 @@ from nanorl.algorithms.registry import (
     AdvantagePart,
     LossPart,
 )
-from nanorl.grpo import GRPO
 from nanorl.options.bounds import check_number
 from nanorl.plugins import load_object
 
@@ -91,10 +90,7 @@ class OptionGroup(Modified):
     """The options of one owner; here none."""
 
     def __post_init__(self) -> None:
-        for option in fields(GRPO):
-            value = getattr(self, option.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{option.name}={value} must be a finite number")
+        super().__post_init__()
         for owner in self.owners("check"):
             owner.check(self)
 

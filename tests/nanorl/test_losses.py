@@ -2,18 +2,16 @@
 
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanorl import policy_loss
+from nanorl import grpo, policy_loss
 from nanorl.algorithms import corrections, distillation, divergences, losses
 from nanorl.algorithms.aggregation import token_weights
-from nanorl.algorithms.option_groups import Correction, Loss
 from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.registry import CORRECTIONS, LOSSES
+from nanorl.algorithms.registry import CORRECTIONS, LOSSES, path_of
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import per_action_token
 from nanorl.grpo import LossBatch
@@ -173,8 +171,10 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 
 
 def test_every_name_of_a_loss_and_of_a_correction_has_a_function() -> None:
-    assert set(LOSSES) == set(get_args(Loss))
-    assert {*CORRECTIONS, "auto"} == set(get_args(Correction))
+    for kind, names in {"loss": LOSSES, "correction": CORRECTIONS}.items():
+        assert all(callable(grpo.part(kind, name)) for name in names)
+    for (kind, name), path in grpo._PARTS.items():  # GRPO's own stand in two tables
+        assert path_of(kind, name) == path
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
