@@ -13,8 +13,9 @@ is the third walk, counted outside the engines.
     imports out      names that a file of the book, or one that it imports, takes from a wing,
                      wherever the import stands
 
-The root of a package is the book's, and so are nanoengine/model and kernels/cpp; the other folders
-are wings.
+The roots of the packages, nanoengine/model and kernels/cpp are the book's; other folders are wings.
+Front doors stand in a root too, `LLMEngine` or nanorl's shell: the ceiling on files with all that
+they import keeps a step from taking them in.
 """
 
 from __future__ import annotations
@@ -285,12 +286,13 @@ def measures(house: House, steps: Mapping[str, Mapping[str, Iterable[str]]]) -> 
 
 
 def paragraph(house: House, steps: Mapping[str, Mapping[str, Iterable[str]]]) -> str:
-    """The sentence of docs/core.md."""
+    """The sentences of docs/core.md."""
     core = Walk.of(house, [steps[name] for name in CORE])
     share = 100 * core.num_lines_that_run / core.num_lines
     return (
-        f"Together these are {len(core.entered)} files of {core.num_lines:,} lines, of which "
-        f"{core.num_lines_that_run:,} ({share:.0f} %)\nlie in functions that run.\n"
+        f"The two steps enter {len(core.entered)} files of {core.num_lines:,} lines, of which "
+        f"{core.num_lines_that_run:,} ({share:.0f} %)\nlie in functions that run. With all that "
+        f"they import they are {len(core.closure)} files of {core.num_lines_with_imports:,} lines.\n"
     )
 
 

@@ -27,7 +27,7 @@ CEILINGS: dict[str, float] = {
     "core: lines": 8000,
     "core: names imported from wings": 0,
     "core: files with all that they import": 44,
-    "core: lines with all that they import": 8453,
+    "core: lines with all that they import": 8449,
     "core: lines of the longest class": 251,
     "nanorl: rooms": 15,
     "nanorl: arrows between rooms": 86,

@@ -141,18 +141,6 @@ def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tupl
     return q_out, k_out
 
 
-def store_kv(
-    k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_T: Tensor, head_rows: int
-) -> None:
-    """Head h of token t to row rows[t] + h · head_rows of the caches, seen as rows of D. int64
-    rows. Keys may lie in runs."""
-    k, v = dense_rows(k_TKD), dense_rows(v_TKD)
-    function("store_kv", k.dtype)(
-        k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), rows_T.data_ptr(),
-        *k.shape, k.stride(0), v.stride(0), head_rows, has_key_runs(k_cache),
-    )  # fmt: skip
-
-
 def pack(weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
     """A copy in the order in which `linear` reads it: panels of outputs; in the memory of `out`,
     an earlier one, where that has its shape and dtype."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, resolve, use_native, use_triton
-from kernels.cpp import ops as cpp_ops
+from kernels.cpp import paged_ops
 from kernels.kv_cache import cache_rows, check_rows, check_slots, head_rows
 from kernels.paged.cache_checks import check_caches, check_like
 
@@ -47,7 +47,7 @@ def reshape_and_cache(
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, v_cache) if rows is None else rows
         if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
-            cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(v_cache))
+            paged_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(v_cache))
         else:
             resolve(_STORE["torch"])(k_TKD, v_TKD, (k_cache, v_cache), (k_scale, v_scale), rows)
 

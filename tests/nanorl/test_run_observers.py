@@ -13,8 +13,10 @@ import pytest
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
+from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.run import state
+from nanorl.run.kept_records import KeptWeights
 from nanorl.run.observers import Observers, make_observers
 from nanorl.run.trainer import StepResult
 
@@ -102,6 +104,29 @@ def witnesses(monkeypatch: pytest.MonkeyPatch) -> list[Witness]:
 
     monkeypatch.setattr(state, "make_observers", with_witnesses)
     return found
+
+
+def test_a_step_is_stored_before_its_row_and_its_row_before_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed between two of them has never a row without rollouts, nor a checkpoint's
+    weights without a row."""
+    seen: dict[str, Witness] = {}
+
+    def with_witnesses(parts: Any, *others: Any) -> list[RunObserver]:
+        table: list[RunObserver] = []
+        for one in make_observers(parts, *others):
+            if isinstance(one, MetricsWriter | KeptWeights):
+                seen[type(one).__name__] = Witness(parts.config.run_dir)
+                table.append(seen[type(one).__name__])
+            table.append(one)
+        return table
+
+    monkeypatch.setattr(state, "make_observers", with_witnesses)
+    nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=OPTIONS)
+    nothing = {"rollouts": False, "row": False, "weights": False, "checkpoint": False}
+    assert seen["MetricsWriter"].kept["step 0"] == nothing | {"rollouts": True}
+    assert seen["KeptWeights"].kept["step 0"] == nothing | {"rollouts": True, "row": True}
 
 
 def test_an_observer_of_the_table_is_told_of_every_event_of_a_run(
