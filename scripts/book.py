@@ -292,7 +292,8 @@ def paragraph(house: House, steps: Mapping[str, Mapping[str, Iterable[str]]]) ->
     return (
         f"The two steps enter {len(core.entered)} files of {core.num_lines:,} lines, of which "
         f"{core.num_lines_that_run:,} ({share:.0f} %)\nlie in functions that run. With all that "
-        f"they import they are {len(core.closure)} files of {core.num_lines_with_imports:,} lines.\n"
+        f"they import they are {len(core.closure)} files of "
+        f"{core.num_lines_with_imports:,} lines.\n"
     )
 
 
