@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import roofline
-import workload
 from bench_infer import Clock
 from bench_rl import run_step, step_bound
 from generated_part import newest
@@ -38,6 +37,7 @@ from model_bench import PEERS, make_parser, make_row, measure, run_benchmark, ru
 
 sys.path.insert(0, str(PEERS))
 
+import workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT, SAMPLED = 64, 32

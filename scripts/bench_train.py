@@ -38,7 +38,6 @@ from statistics import median
 from typing import Any
 
 import roofline
-import train_workload as workload
 from model_bench import (
     PEERS,
     Peer,
@@ -55,6 +54,7 @@ from model_bench import (
 
 sys.path.insert(0, str(PEERS))
 
+import train_workload as workload
 
 ROWS = {"even": "step-vs-transformers", "ragged": "step-ragged-packed"}
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1}
