@@ -71,7 +71,7 @@ PACKAGES = [
     "nanorl.sandbox.backends",
     "nanorl.scorers",
     "nanorl.serving",
-    "nanorl.serving.endpoint",
+    "nanorl.agents.endpoint",
     "nanorl.serving.training_service",
     "nanosched",
     "nanosched.local",

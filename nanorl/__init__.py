@@ -18,22 +18,23 @@ batching.py         groups become samples; group_advantage.py, policy_loss.py: t
 batch_metrics.py    what a batch says of itself, and how far the two engines are apart
 learner.py          samples become an optimizer step, and its weights the rollout engine's
 
-plugins.py, trust.py   code that a user names, and whether this machine was told to run it
+plugins.py, bounds.py, unpacking.py   code that a user names, what a number may be, bytes of others
 cli.py, serve_training.py, version.py   the doors of the shell
 
-The rooms, from the bottom up:
+The rooms, from the bottom up; none imports one above it (scripts/book.py):
 
 sandbox/        where programs run
 envs/           what answers the agent: tools/, rewards/, tasks/, hosting/, http_record/, shipped/
-agents/         one rollout, and the group that it is one of
-algorithms/     all algorithms but GRPO, a file a family; scorers/: models beside the policy
+agents/         one rollout, and the group that it is one of; endpoint/: an API that agents call
+algorithms/     all algorithms but GRPO, a file a family
 flow/           which rollouts may start, and which groups make a batch
-serving/        the endpoint that agents call; a training service
+options/        every option, and what it makes: presets, parts, sizes, the environment of a run
+scorers/        models beside the policy: references, a critic
+serving/        environments and training for clients elsewhere
 observability/  store/, report/, trackers/, monitor/, alarms/, trajectories/
-options/        every option, and what it makes: presets, parts, sizes
 distributed/    roles/ (who computes what, here or in processes), weights/ (how they get there)
 run/            the phases of a run, the RL loop (trainer.py), checkpoints, the papers of a run
-inspection/     doctor/, viewer/, replay/, simulate/
+inspection/     doctor/, viewer/, replay/, simulate/, exports
 commands/       a file a verb; api.py: the same from Python; parsers/: old names of nanoinfer/chat
 """
 

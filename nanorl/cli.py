@@ -19,6 +19,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,6 +62,17 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 )
 
 
+MENDABLE = (
+    "nanoengine.engine:NonFiniteLoss",
+    "nanoengine.state.tensor_file:CheckpointError",
+    "nanorl.agents.collector:RolloutsFailed",
+    "nanorl.distributed.roles.role:RoleLost",
+    "nanorl.observability.store:StoreError",
+    "nanorl.sandbox.base:SandboxUnavailable",
+    "nanosched:SchedulerLost",
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -69,18 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
-    from nanoengine.engine import NonFiniteLoss  # here: it imports torch
-    from nanoengine.state.tensor_file import CheckpointError
-    from nanorl.agents.collector import RolloutsFailed
-    from nanorl.distributed.roles.role import RoleLost
-    from nanorl.observability.store import StoreError
-    from nanorl.sandbox.base import SandboxUnavailable
-    from nanosched import SchedulerLost
-
-    return (
-        *(CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable),
-        *(SchedulerLost, StoreError),
-    )
+    return tuple(resolve_name(place) for place in MENDABLE)  # here: they import torch
 
 
 def usage() -> str:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 Fits = Callable[[Any], bool]
@@ -33,6 +33,18 @@ FORMER = {
     "nanorl.tools": "nanorl.envs.tools",
 }
 """Where objects stand now that the options of an older run name by the module of that time."""
+LOOPS: Mapping[str, str] = MappingProxyType(
+    {
+        "tool": "nanorl.agents.loop:tool",
+        "single_turn": "nanorl.agents.loop:single_turn",
+        "feedback": "nanorl.agents.feedback:Feedback",
+        "compact": "nanorl.agents.compact:Compact",
+        "sub_agents": "nanorl.agents.sub_agents:SubAgents",
+        "command": "nanorl.agents.command:Command",
+        "verifiers": "nanorl.agents.verifiers_loop:verifiers",
+    }
+)
+"""The agent loops of ours (agents/loops.py): here, since data may name one without loading any."""
 _WANTED = {
     "env": "an environment is a class derived from nanorl.Env (docs/environments.md)",
     "reward": "a reward is a function of the task and the transcript (docs/environments.md)",

@@ -27,9 +27,9 @@ from nanorl.agents.api_agent import ApiLoop
 from nanorl.agents.episode import Episode
 from nanorl.agents.loop import AgentLoop
 from nanorl.distributed.roles.player import Player
-from nanorl.options.parse import parse_arguments
 from nanorl.options.parts import Parts, num_threads
 from nanorl.options.run_config import RunConfig
+from nanorl.run.parse import parse_arguments
 from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout
 

@@ -28,9 +28,9 @@ from nanoengine.formats.sources import SMOLLM2, resolve_model
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.endpoint.endpoint_server import RecordingServer
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import RecordingServer
-from nanorl.serving.endpoint.recording import Recording
 
 CHAT = "/v1/chat/completions"
 NUM_CALLS = 200

@@ -182,9 +182,12 @@ def file_of(*names: str, root: Path) -> str | None:
 
 
 def rooms(house: House, package: str = "nanorl") -> dict[str, set[str]]:
-    """The root of a package and its folders: each with those whose names it imports."""
+    """The root of a package and its folders: each with those whose names it imports. The package's
+    own `__init__` is its front door, which names what users import: it is of no room."""
     arrows: dict[str, set[str]] = {}
     for module in house.of(package):
+        if module.name == package:
+            continue
         here = room(module.path.relative_to(house.root))
         arrows.setdefault(here, set())
         for file, _ in imported(module, house.root):

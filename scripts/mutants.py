@@ -85,7 +85,7 @@ AREAS = {
         ),
     ),
     "endpoint": Area(
-        files=("nanorl/serving/endpoint/*.py", "nanoinfer/dialects/*.py", "nanoinfer/chat/form.py"),
+        files=("nanorl/agents/endpoint/*.py", "nanoinfer/dialects/*.py", "nanoinfer/chat/form.py"),
         left_out=("recording.py",),
         tests=(
             *("test_chat_form", "test_episode_report", "test_unreadable_arguments"),
@@ -104,7 +104,7 @@ AREAS = {
         ),
     ),
     "store": Area(
-        files=("nanorl/observability/store/*.py",),
+        files=("nanorl/observability/store/*.py", "nanorl/options/store_address.py"),
         tests=(
             *("test_store_places",),
             *("test_store", "test_store_slices", "test_store_blobs", "test_store_postgres"),
@@ -154,7 +154,7 @@ AREAS = {
         ),
     ),
     "recorder": Area(
-        files=("nanorl/serving/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
+        files=("nanorl/agents/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
         tests=(
             *("test_recorded_episodes",),
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
@@ -224,7 +224,7 @@ AREAS |= {
                 "nanorl/distributed/roles/sglang_replica.py",
             ),
             *("nanorl/distributed/roles/vllm_replica.py", "nanorl/distributed/roles/servers.py"),
-            *("nanorl/envs/tools/mcp*.py", "nanorl/serving/endpoint/call_count.py"),
+            *("nanorl/envs/tools/mcp*.py", "nanorl/agents/endpoint/call_count.py"),
             *("nanorl/inspection/doctor/borders.py", "nanorl/inspection/doctor/conversations.py"),
             *("nanorl/inspection/doctor/model_check.py", "nanorl/inspection/doctor/template_*.py"),
         ),
@@ -255,13 +255,13 @@ NEAR = {
     "nanoengine/adapters/peft_config.py": "../nanoengine/test_peft_folders",
     "nanoengine/formats/template_files.py": "../nanoengine/test_template_files",
     "nanorl/envs/tools/mcp": "test_mcp_episodes",
-    "nanorl/serving/endpoint/call_count.py": "test_given_up_calls",
+    "nanorl/agents/endpoint/call_count.py": "test_given_up_calls",
     "nanorl/inspection/doctor": "test_template_gallery",
     "nanorl/agents/guard.py": "test_agent_command",
     "nanorl/batching.py": "test_batching",
     "nanoinfer/dialects/responses.py": "test_endpoint_responses",
     "nanoinfer/dialects/messages.py": "test_endpoint_messages",
-    "nanorl/serving/endpoint/recording.py": "test_recording",
+    "nanorl/agents/endpoint/recording.py": "test_recording",
     "nanorl/agents/concurrency.py": "test_concurrency",
     "nanorl/flow/curriculum.py": "test_curriculum",
     "nanorl/flow/staleness.py": "test_staleness",

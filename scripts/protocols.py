@@ -32,7 +32,7 @@ from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.statistics import mean_of_runs
 from nanorl.observability.report.summary import read_summary, write_atomically
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 
 FOLDER = Path(__file__).resolve().parent / "protocols"
 STAGES: Mapping[str, str] = {

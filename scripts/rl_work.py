@@ -47,12 +47,13 @@ from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.flow.curriculum import InOrder, TaskChooser
+from nanorl.observability.results import StepResult
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
 from nanorl.options.parts import Parts
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.run.trainer import StepResult, Trainer
+from nanorl.run.trainer import Trainer
 from nanorl.scorers.scored_learner import choose_learner
 from nanorl.task import Task
 from nanorl.types import Rollout

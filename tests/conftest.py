@@ -55,7 +55,7 @@ def shuffle(items: list[pytest.Item], seed: int) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests name is not kept where the user's own runs are known (nanorl/trust.py)."""
+    """What tests name is not kept where the user's own runs are known (nanorl/options/trust.py)."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 

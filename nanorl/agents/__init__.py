@@ -6,5 +6,6 @@ episode.py  `Episode`: what a loop is given of one rollout
 context.py  `Context`: one token sequence, and the turns that a policy takes in it
 tokens.py   `TurnBuilder`: the ids, loss mask, log-probs and versions of the rollout that grows
 limits.py   how large a rollout may grow
+endpoint    an API in place of a loop, every token of whose calls is recorded
 loops.py    the other loops by their names: feedback.py, compact.py, sub_agents.py, command.py
 """

@@ -5,7 +5,7 @@
 The program has a working folder, an environment and no stdin; its output is read to the end and
 the last of it kept. Whatever happens to the caller (a limit, a cancelled rollout, `kill -9`), the
 program ends with all that it started: guard.py, between the two, sees to that.
-Left out: what its calls mean (nanorl/serving/endpoint), what its answer is worth (command.py).
+Left out: what its calls mean (nanorl/agents/endpoint), what its answer is worth (command.py).
 """
 
 from __future__ import annotations

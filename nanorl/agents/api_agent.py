@@ -33,7 +33,7 @@ from nanorl.plugins import where_raised
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
-    from nanorl.serving.endpoint.endpoint_server import ApiSession
+    from nanorl.agents.endpoint.endpoint_server import ApiSession
 
 LOG = logging.getLogger("nanorl.agents")
 PARAMETERS = ("task", "client")

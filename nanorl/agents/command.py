@@ -10,7 +10,7 @@ It is started anew for each rollout, in an empty working folder, with
     task.json                               the same as a file, beside the task's own files
 
 and its answer is what it leaves in answer.txt, or else the last line that it prints; a reward it
-cannot report, since the policy steers it (nanorl/serving/endpoint/report.py). The answer of
+cannot report, since the policy steers it (nanorl/agents/endpoint/report.py). The answer of
 the task is never among what it is given; `data`, where some environments keep their tests, only
 with `--agent-args with_data=true`. What the policy said in the program's calls is trained on.
 
@@ -45,15 +45,15 @@ from urllib.parse import urlsplit
 from nanorl.agents.agent_program import ProgramResult, ProgramStart, run_program
 from nanorl.agents.api_agent import agent_task, finish, note_failure
 from nanorl.agents.episode import Episode
-from nanorl.options.bounds import check_number
+from nanorl.bounds import check_number
 from nanorl.sandbox.agent_box import AgentBox, python_folders
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.host_machine import find_bwrap
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
+    from nanorl.agents.endpoint.endpoint_server import ApiSession
     from nanorl.envs.http_record.record_access import HttpAccess
-    from nanorl.serving.endpoint.endpoint_server import ApiSession
 
 LOG = logging.getLogger("nanorl.agents")
 # An environment variable may be 128 KiB long (MAX_ARG_STRLEN of execve(2)), its name included.

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
+from nanorl.bounds import check_number
 from nanorl.envs.base import TimeStep
-from nanorl.options.bounds import check_number
 
 
 @dataclass(frozen=True, kw_only=True)

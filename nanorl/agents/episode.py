@@ -35,13 +35,13 @@ from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout, Status
 
 OpenSession = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""Lets a client into a recording (nanorl/serving/endpoint)."""
-RECORD = "nanorl.serving.endpoint.recording:record"
+"""Lets a client into a recording (nanorl/agents/endpoint)."""
+RECORD = "nanorl.agents.endpoint.recording:record"
 """Has somebody else call the policy through an API."""
 
 
 class Recorded(Protocol):
-    """Knows what was sampled where somebody else called the policy (nanorl/serving/endpoint)."""
+    """Knows what was sampled where somebody else called the policy (nanorl/agents/endpoint)."""
 
     def transcript(self, answer: str | None) -> Transcript: ...
 

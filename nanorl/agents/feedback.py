@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanorl.agents.episode import Episode
+from nanorl.bounds import check_number
 from nanorl.envs.rewards.base import Score
-from nanorl.options.bounds import check_number
 
 
 @dataclass(frozen=True, kw_only=True)

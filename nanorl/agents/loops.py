@@ -22,25 +22,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from nanorl.agents.api_agent import ApiLoop, is_api_agent
 from nanorl.agents.loop import AgentLoop
 from nanorl.agents.queue_agent import QueueLoop, is_collector
-from nanorl.plugins import load_object
-
-LOOPS: Mapping[str, str] = MappingProxyType(
-    {
-        "tool": "nanorl.agents.loop:tool",
-        "single_turn": "nanorl.agents.loop:single_turn",
-        "feedback": "nanorl.agents.feedback:Feedback",
-        "compact": "nanorl.agents.compact:Compact",
-        "sub_agents": "nanorl.agents.sub_agents:SubAgents",
-        "command": "nanorl.agents.command:Command",
-        "verifiers": "nanorl.agents.verifiers_loop:verifiers",
-    }
-)
+from nanorl.plugins import LOOPS, load_object
 
 
 def load_loop(name: str, arguments: Mapping[str, Any] | None = None) -> AgentLoop:

@@ -29,10 +29,10 @@ from nanoinfer.chat.choose import tool_chat
 from nanorl.agents.context import Context
 from nanorl.agents.episode import Episode
 from nanorl.agents.tokens import PromptTooLongError
+from nanorl.bounds import check_number
 from nanorl.envs.base import Opening
 from nanorl.envs.tools.base import Tool, ToolContext, ToolError
 from nanorl.envs.tools.tool_calls import answer_calls
-from nanorl.options.bounds import check_number
 
 NAME = "delegate"
 SCHEMA: Mapping[str, Any] = {

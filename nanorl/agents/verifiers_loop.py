@@ -1,6 +1,6 @@
 """The loop in which `verifiers` plays: its code drives the episode, and calls the policy by HTTP.
 
-What its client calls is recorded (nanorl/serving/endpoint/); its rubric gives the reward, of which
+What its client calls is recorded (nanorl/agents/endpoint/); its rubric gives the reward, of which
 the weighted rewards are the parts, and its metrics are the rollout's. An episode that verifiers
 could not finish has failed, and is played again, unless a limit of ours ended it: that is scored as
 unanswered. Only for the environment "verifiers".

@@ -27,7 +27,7 @@ from nanorl.algorithms.registry import (
     AdvantagePart,
     LossPart,
 )
-from nanorl.options.bounds import check_number
+from nanorl.bounds import check_number
 from nanorl.plugins import load_object
 
 if TYPE_CHECKING:

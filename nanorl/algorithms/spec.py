@@ -31,8 +31,8 @@ from nanorl.algorithms.option_groups import (
     check_own,
     is_own,
 )
+from nanorl.bounds import check_number
 from nanorl.grpo import GRPO, Field
-from nanorl.options.bounds import check_number
 
 
 @dataclass(frozen=True, kw_only=True)

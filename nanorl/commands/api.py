@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanorl.options.parse import check_continuation, configure, read_mapping, with_options
 from nanorl.options.presets import PRESETS
 from nanorl.options.run_config import RunConfig
 from nanorl.options.values import read_record
 from nanorl.plugins import spec_of
+from nanorl.run.parse import check_continuation, configure, read_mapping, with_options
 
 if TYPE_CHECKING:
+    from nanorl.inspection.export_trajectories import Exported
     from nanorl.observability.report.evaluation import Evaluation
-    from nanorl.observability.trajectories.export import Exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def export(run: Path | str, to: str, **options: Any) -> Exported:
     `out="good.jsonl", min_reward=1.0`. ValueError where something is wrong with them, or where the
     run has no such rollouts.
     """
-    from nanorl.observability.trajectories.export import ExportOptions, export_rollouts
+    from nanorl.inspection.export_trajectories import ExportOptions, export_rollouts
 
     given = {"run": run, "to": to, **options}
     return export_rollouts(read_record(ExportOptions, given, where="export"))

@@ -27,14 +27,14 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.conversation import Conversation, Listener, Reply
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.envs.base import Environment
-from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.parts import load_tasks
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind, run_tokenizer
+from nanorl.options.trust import PLAYED, require
 from nanorl.run.saved_models import SavedModels, find_models
 from nanorl.task import Task
-from nanorl.trust import PLAYED, require
 
 TRAINED, BASE = "trained", "base"
 PLAIN_TURN_TOKENS = 512

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from nanorl.observability.alarms.finding import Severity, findings_text
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 
 AS_JSON = "--as-json"
 

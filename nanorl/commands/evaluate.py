@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from nanoinfer.params import SamplingParams
-from nanorl.envs.run_kind import run_kind
-from nanorl.options.bounds import COUNT, Bound, check_number, check_record
-from nanorl.options.parse import configure, for_environment, with_options
+from nanorl.bounds import COUNT, Bound, check_number, check_record
 from nanorl.options.run_config import RunConfig
-from nanorl.trust import PLAYED, remember, require_but
+from nanorl.options.run_kind import run_kind
+from nanorl.options.trust import PLAYED, remember, require_but
+from nanorl.run.parse import configure, for_environment, with_options
 
 if TYPE_CHECKING:
-    from nanorl.commands.train import RunToEnd
     from nanorl.observability.report.evaluation import Evaluation
+    from nanorl.run.restarts import RunToEnd
     from nanorl.run.saved_models import SavedModels
     from nanorl.task import Task
     from nanorl.types import Rollout

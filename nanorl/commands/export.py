@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from nanorl.observability.trajectories.export import ExportOptions, export_rollouts
+from nanorl.inspection.export_trajectories import ExportOptions, export_rollouts
 
 
 def export(options: Annotated[ExportOptions, tyro.conf.arg(name="")]) -> None:

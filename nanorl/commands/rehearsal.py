@@ -21,8 +21,8 @@ from nanorl.envs.base import Environment, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env_kind import Demonstrator, EnvKind, shown_action
 from nanorl.envs.rewards.base import Transcript
-from nanorl.options.parse import with_options
 from nanorl.options.presets import get_preset
+from nanorl.run.parse import with_options
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.task import Task

@@ -22,10 +22,10 @@ from pathlib import Path
 import tyro
 
 from nanoengine.extras import missing
-from nanorl.envs.run_kind import run_kind
-from nanorl.options.bounds import POSITIVE, check_record
+from nanorl.bounds import POSITIVE, check_record
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def serve_env(
         options: The server's.
     """
     try:
-        import nanorl.envs.remote.env_server  # noqa: F401 - what it needs may be missing
+        import nanorl.serving.env_server  # noqa: F401 - what it needs may be missing
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
     config = replace(
@@ -92,8 +92,8 @@ def serve_env(
 
 
 async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
-    from nanorl.envs.remote.env_server import EnvServer, ServeLimits
     from nanorl.options.agent_kit import AgentKit
+    from nanorl.serving.env_server import EnvServer, ServeLimits
 
     limits = ServeLimits(
         max_episodes=options.max_episodes,

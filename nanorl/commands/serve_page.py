@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nanoengine.text.chat_template import Message
 from nanoinfer.server.page import PageAbout, PageTool
-from nanorl.envs.run_kind import run_tokenizer
 from nanorl.observability.store import RolloutStore
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
-from nanorl.observability.trajectories.export import find_parsers
+from nanorl.observability.trajectories.run_parsers import find_parsers
+from nanorl.options.run_kind import run_tokenizer
 from nanorl.run.saved_models import SavedModels
 
 LOOKED_AT = 16

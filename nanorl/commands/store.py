@@ -17,11 +17,11 @@ from typing import Annotated
 
 import tyro
 
+from nanorl.bounds import COUNT, POSITIVE, check_record
 from nanorl.commands.terminal import printable
 from nanorl.observability.store import Entry, Filter, RolloutStore
-from nanorl.observability.store.address import training_store
 from nanorl.observability.store.stats import StoreStats
-from nanorl.options.bounds import COUNT, POSITIVE, check_record
+from nanorl.options.store_address import training_store
 
 
 @dataclass(frozen=True, kw_only=True)

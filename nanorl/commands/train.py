@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.observability.report.next_steps import how_to_go_on, next_steps
-from nanorl.options.parse import parse_arguments
 from nanorl.options.run_config import RunConfig
+from nanorl.run.parse import parse_arguments
 
 if TYPE_CHECKING:
     from nanorl.distributed.roles.base import Roles
     from nanorl.options.parts import Parts
-
-RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
+    from nanorl.run.restarts import RunToEnd
 
 
 def run_training(
@@ -39,9 +37,9 @@ def run_training(
     from kernels.torch.allocator import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
     from nanorl.distributed.roles.choose_roles import make_roles
-    from nanorl.envs.run_kind import settle_sandbox
     from nanorl.observability.trackers.services import require_trackers
     from nanorl.options.parts import Parts
+    from nanorl.options.run_kind import settle_sandbox
     from nanorl.run.continuation import begin, take_over
     from nanorl.run.failed_start import WRITTEN, take_away_failed_start
     from nanorl.run.restarts import run_until_done

@@ -18,8 +18,8 @@ def trust(run: tyro.conf.Positional[Path], /) -> None:
     Args:
         run: The folder of a run, or of an evaluation.
     """
+    from nanorl.options.trust import remember, unknown
     from nanorl.run.saved_models import named_options  # here: it imports torch
-    from nanorl.trust import remember, unknown
 
     options = named_options(run)
     found = unknown(options)

@@ -27,7 +27,7 @@ from nanoengine.extras import missing
 from nanorl.commands.terminal import labelled, page
 from nanorl.observability.report.transcript import verdict
 from nanorl.observability.store import Entry, RolloutStore
-from nanorl.observability.store.address import training_store
+from nanorl.options.store_address import training_store
 from nanorl.types import Branch, Rollout, Status
 
 if TYPE_CHECKING:

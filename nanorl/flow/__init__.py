@@ -2,10 +2,9 @@
 
     curriculum.py       which task is played next
     staleness.py        when a group may start
-    concurrency.py      how many rollouts play at a time
     transfer_queue.py   where finished groups wait, for the trainer and for others that read them
     journal.py          the same on the disk, so that a killed process loses none
-    batch_policy.py           which groups make a batch, and what becomes of those that do not fit
+    batch_policy.py     which groups make a batch, and what becomes of those that do not fit
     assembly.py         takes groups from the queue until a batch is complete
     group.py            a finished group
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from nanorl.options.bounds import Bound, check_record
+from nanorl.bounds import Bound, check_record
 
 Order = Literal["task", "finish"]
 Fault = Literal["spoilt", "filtered", "stale"]

@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from nanorl.flow.group import FinishedGroup
-from nanorl.observability.store.unpacking import unzlib
+from nanorl.unpacking import unzlib
 
 SCHEMA = 'CREATE TABLE IF NOT EXISTS finished ("index" INTEGER PRIMARY KEY, body BLOB NOT NULL)'
 

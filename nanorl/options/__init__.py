@@ -4,11 +4,13 @@ run_config.py       `RunConfig`, all of them in sections; the sections are in
                     phase_config.py (warm start, RL, evaluation), agent_config.py (agent, sandbox),
                     engine_config.py (engines, adapter) and cluster_config.py (processes)
 presets.py          two sets of them that work
-parse.py            from flags, a file or Python to a `RunConfig`
 names.py            which there are, by their dotted names
 values.py           one option's value, as its field's type has it
 help_text.py        the text of `nanorl train --help`
-bounds.py           what a number may be
+run_kind.py         the environment of a run; hosted_kind.py: the same, played in other processes
+parts.py            what a run is made of, checked before it begins; agent_kit.py: of its rollouts
+trust.py            what somebody else's run may make this machine do
+store_address.py    where rollouts are kept; reference_names.py: how `--rl.reference` names models
 
-Nothing here imports torch, so that `--help` and a misspelt flag are answered at once.
+No option imports torch, so that `--help` and a misspelt flag are answered at once.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanorl.agents.limits import Limits
-from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record, require
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record, require
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
 
 

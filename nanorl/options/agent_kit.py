@@ -18,16 +18,16 @@ from nanorl.agents.times import RolloutTimes, TimesKept
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.env_kind import EnvKind
-from nanorl.envs.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.base import WorkspaceSandbox
 
 if TYPE_CHECKING:
+    from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+    from nanorl.agents.endpoint.recording import Recording
+    from nanorl.agents.endpoint.report import ReportRules
     from nanorl.envs.http_record.record_access import HttpAccess
     from nanorl.envs.http_record.recorder import RecordingProxy
-    from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-    from nanorl.serving.endpoint.recording import Recording
-    from nanorl.serving.endpoint.report import ReportRules
 
 
 def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
@@ -59,7 +59,7 @@ def run_scoring(config: RunConfig) -> ReportRules | None:
     agent = config.agent
     if agent.scorer_key_file is None:
         return None
-    from nanorl.serving.endpoint.report import ReportRules, read_scorer_key  # few runs need it
+    from nanorl.agents.endpoint.report import ReportRules, read_scorer_key  # few runs need it
 
     return ReportRules(read_scorer_key(agent.scorer_key_file), agent.max_reward)
 
@@ -96,7 +96,7 @@ class AgentKit(Kit):
             self._proxy = open_proxy(config, is_given=is_given)
         num_workers = 0 if is_given else num_env_workers(config)
         if num_workers:
-            from nanorl.envs.hosting.hosted_kind import (
+            from nanorl.options.hosted_kind import (
                 HostedKind,  # nanosched's processes: not always needed
             )
 
@@ -154,7 +154,7 @@ class AgentKit(Kit):
         """A way in for an agent that calls the policy through an API."""
         if self._endpoint is None:
             from nanoinfer.dialects import all_dialects  # few runs need it
-            from nanorl.serving.endpoint.endpoint_server import RecordingServer
+            from nanorl.agents.endpoint.endpoint_server import RecordingServer
 
             self._endpoint = RecordingServer(
                 all_dialects(self.tokenizer),

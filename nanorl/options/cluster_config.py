@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.parallel.layout import LayoutConfig
-from nanorl.options.bounds import NATURAL, Bound, check_record
+from nanorl.bounds import NATURAL, Bound, check_record
 
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.config import ComputeConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
-from nanorl.options.bounds import NATURAL, POSITIVE, Bound, check_record, require
+from nanorl.bounds import NATURAL, POSITIVE, Bound, check_record, require
 
 
 @dataclass(frozen=True, kw_only=True)

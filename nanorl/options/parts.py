@@ -27,17 +27,17 @@ from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.option_groups import DISTILLS
 from nanorl.envs.code import CodeKind
 from nanorl.envs.env_kind import EnvKind, TaskSet
-from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import ListTasks, Split
 from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.options.agent_kit import run_loop
+from nanorl.options.reference_check import check_reference
+from nanorl.options.reference_names import parse_references, shares_of
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind, run_tokenizer
 from nanorl.options.run_sizes import sized
-from nanorl.scorers.reference_names import parse_references, shares_of
-from nanorl.scorers.references import check_reference
 from nanorl.task import Task
 from nanorl.types import kind_of
 from nanosched.resources import Resources

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from nanoengine.config import Schedule, UpdateConfig
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.flow.batch_policy import BatchPolicy
-from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
-from nanorl.scorers.reference_names import check_mixture, parse_references
+from nanorl.options.reference_names import check_mixture, parse_references
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from nanorl.algorithms.option_groups import BOUNDS
 from nanorl.algorithms.recipes import named_spec
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.envs.http_record.record_config import HttpConfig
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.options.agent_config import AgentConfig, ToolConfig
-from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.options.cluster_config import ClusterConfig, LearnerConfig, RolloutConfig
 from nanorl.options.engine_config import EngineLimits, LoraOptions
+from nanorl.options.monitor_config import MonitorConfig
 from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
 from nanorl.options.values import read_record
 
@@ -291,7 +291,7 @@ class RunConfig:
     def _check_store(self) -> None:
         """Also that nothing secret is in it: config.json keeps it."""
         if self.store:
-            from nanorl.observability.store.address import (
+            from nanorl.options.store_address import (
                 StoreAddress,  # here: few options need numpy
             )
 

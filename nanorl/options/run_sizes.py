@@ -29,8 +29,8 @@ from nanoengine.plan.footprint import WIDTH, Plan, rank_memory
 from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.options.presets import get_preset
+from nanorl.options.reference_names import parse_references
 from nanorl.options.run_config import RunConfig
-from nanorl.scorers.reference_names import parse_references
 
 GPU_SHARE = 0.85
 """The share of the free memory that a run takes; CUDA's libraries, graphs and the allocator's

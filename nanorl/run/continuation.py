@@ -39,9 +39,9 @@ from nanoengine.state.run_folder import RunFolder
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import write_atomically
 from nanorl.options.run_config import RunConfig, flatten
+from nanorl.options.trust import remember, require
 from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.history import Event, EventKind, RunHistory
-from nanorl.trust import remember, require
 
 Changes = dict[str, tuple[Any, Any]]
 """Option by its name on the command line, `rl.group_size`: before, after."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
-Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+from nanorl.observability.results import PHASES, Phase
+
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 START = "start"

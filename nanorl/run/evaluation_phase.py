@@ -9,7 +9,7 @@ from functools import partial
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.observability.report.observer import Evaluated, PhaseBegun
 from nanorl.observability.report.summary import EVALUATIONS
-from nanorl.run.cursor import Phase
+from nanorl.observability.results import Phase
 from nanorl.run.heldout_success import evaluate
 from nanorl.run.state import RunState
 from nanorl.task import Task

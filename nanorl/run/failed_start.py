@@ -17,7 +17,7 @@ from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import CONFIG
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.store import RolloutStore
-from nanorl.observability.store.address import TRAINING_FILE
+from nanorl.options.store_address import TRAINING_FILE
 from nanorl.run.cursor import START
 
 _KEPT = ("model-trained", "summary.json")

@@ -10,37 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import PlayRollout, RolloutsFailed
+from nanorl.observability.results import EvaluationResult
 from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout, Status
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@dataclass(kw_only=True)
-class EvaluationResult:
-    """`success` is the share of rollouts with reward 1, `per_kind` counts rollouts; failed ones are
-    retried, never counted. `played` has the samples of a task beside each other."""
-
-    success: float
-    num_tasks: int
-    per_kind: dict[str, tuple[int, int]]  # kind -> (solved, played)
-    mean_turns: float
-    mean_action_tokens: float
-    played: list[tuple[Task, Rollout]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "success": self.success,
-            "num_tasks": self.num_tasks,
-            "per_kind": {kind: list(counts) for kind, counts in sorted(self.per_kind.items())},
-            "mean_turns": self.mean_turns,
-            "mean_action_tokens": self.mean_action_tokens,
-        }
 
 
 def too_few(tasks: Sequence[Task], wanted: int) -> str:

@@ -15,13 +15,13 @@ from nanorl.distributed.roles.role import Role
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
 from nanorl.observability.report.summary import EVALUATIONS
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import RolloutStore
-from nanorl.observability.store.address import EVALUATIONS_FILE
 from nanorl.options.run_config import RunConfig
-from nanorl.run.cursor import PHASES
+from nanorl.options.store_address import EVALUATIONS_FILE
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 
 class KeptRollouts(RunObserver):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanoengine.state.checkpoint import lost_newest
 from nanorl.observability.report.metrics import read_metrics
-from nanorl.observability.store.address import EVALUATIONS_FILE
+from nanorl.options.store_address import EVALUATIONS_FILE
 from nanorl.run.cursor import Cursor
 from nanorl.run.history import RunHistory
 

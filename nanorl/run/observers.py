@@ -37,7 +37,7 @@ from nanorl.run.kept_records import KeptEvaluations, KeptRollouts, KeptWeights
 from nanorl.run.missing_records import METRICS
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 TENSORBOARD = "tensorboard"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanorl.run.cursor import Phase
+from nanorl.observability.results import Phase
 from nanorl.run.evaluation_phase import EvaluationPhase
 from nanorl.run.rl_phase import RLPhase
 from nanorl.run.run_checkpoints import RunCheckpoints

@@ -29,8 +29,9 @@ from nanorl.distributed.roles.choose_roles import make_roles
 from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.distributed.roles.role import RoleLost
 from nanorl.observability.report.live import LiveView
+from nanorl.observability.results import PHASES
 from nanorl.options.parts import Parts
-from nanorl.run.cursor import CHECKPOINTS, PHASES, Cursor
+from nanorl.run.cursor import CHECKPOINTS, Cursor
 from nanorl.run.history import Event
 from nanorl.run.run import Run
 from nanorl.run.state import RunState

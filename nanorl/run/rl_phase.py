@@ -21,10 +21,11 @@ from nanorl.distributed.roles.base import RunCritic
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.observability.alarms.alarms import NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
+from nanorl.observability.results import StepResult
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.state import RunState
 from nanorl.run.step_measures import StepMeasures
-from nanorl.run.trainer import StepResult, Trainer
+from nanorl.run.trainer import Trainer
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import choose_learner
 from nanosched import Scheduler

@@ -21,10 +21,10 @@ from nanorl.distributed.roles.base import Roles
 from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.distributed.roles.role import RoleLost
 from nanorl.observability.report.live import LiveView
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import RolloutStore
 from nanorl.options.parts import Parts
 from nanorl.run.cards.model_source import model_source
-from nanorl.run.cursor import PHASES
 from nanorl.run.manifest import manifest_of
 from nanorl.run.phases import RunPhase, make_phases
 from nanorl.run.run_checkpoints import RunCheckpoints

@@ -15,9 +15,10 @@ from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.results import Phase
 from nanorl.observability.store import RolloutStore
 from nanorl.run.continuation import recorded
-from nanorl.run.cursor import CHECKPOINTS, START, WARMING_UP, Cursor, Phase
+from nanorl.run.cursor import CHECKPOINTS, START, WARMING_UP, Cursor
 from nanorl.run.manifest import model_fingerprint
 from nanorl.run.missing_records import METRICS, missing_records, passed_over
 from nanorl.run.state import RunState

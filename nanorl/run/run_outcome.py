@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from nanorl.envs.run_kind import runs_programs
 from nanorl.observability.report.examples import collect_examples, rates_by_stage
 from nanorl.observability.report.html import write_report
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import build_summary, git_commit, write_summary
 from nanorl.observability.store import RolloutStore
 from nanorl.options.parts import num_threads
+from nanorl.options.run_kind import runs_programs
 from nanorl.run.cards.model_card import write_cards
 from nanorl.run.cards.model_source import model_source
 from nanorl.run.missing_records import METRICS, missing_records

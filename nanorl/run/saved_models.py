@@ -23,12 +23,12 @@ from nanoengine.formats.sources import HUB, near, resolve_model
 from nanoengine.optim import DTYPES
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.envs.run_kind import run_tokenizer
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.options.parts import model_folder
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_tokenizer
+from nanorl.options.trust import readable
 from nanorl.run.cursor import START
-from nanorl.trust import readable
 
 STAGES = ("untrained", "before", "after")
 

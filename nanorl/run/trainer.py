@@ -45,32 +45,16 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import GROUP, Consumer, QueueCursor, TransferQueue
 from nanorl.learner import Learner
+from nanorl.observability.results import StepResult
 from nanorl.options.run_config import RunConfig
 from nanorl.scorers.gap_probe import GapProbe
 from nanorl.scorers.scored_learner import GroupScores, ScoredLearner
 from nanorl.task import Task
-from nanorl.types import Rollout, TokenStats
+from nanorl.types import Rollout
 from nanosched import ActorHandle, TaskError
 
-Group = list[Rollout]
-OnStep = Callable[["StepResult"], Awaitable[None]]
+OnStep = Callable[[StepResult], Awaitable[None]]
 SCORES = "scores"
-
-
-@dataclass(kw_only=True)
-class StepResult:
-    """Holds what one optimizer batch gave: its metrics and the rollouts it was made of.
-
-    StepResult(step=3, metrics={"reward": 0.6, "grad_norm": 1.2}, groups=[[...], [...]], failed=[],
-               tasks={"sum-1f2e": task}, token_stats={})
-    """
-
-    step: int
-    metrics: dict[str, Any]
-    groups: list[Group]  # those left out, too
-    failed: list[Rollout]  # attempts that the machine spoilt; they were repeated
-    tasks: dict[str, Task]  # by task_id, of all groups
-    token_stats: dict[str, TokenStats]  # by rollout_id, of those that were scored
 
 
 @dataclass(kw_only=True)
@@ -305,7 +289,7 @@ class Trainer:
 
     def _train(
         self,
-        groups: list[Group],
+        groups: list[list[Rollout]],
         version: int,
         scores: list[GroupScores | None],
         probe: list[Rollout],

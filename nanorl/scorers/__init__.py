@@ -2,7 +2,6 @@
 
 scored_learner.py    the learner of algorithms that read more than the rollouts say; the choice
 references.py        the policy that KL terms and distillation compare with, or several teachers
-reference_names.py   how `--rl.reference` names them
 value_critic.py      the values that PPO's advantages read, and their own regression to the returns
 gap_probe.py         rollouts to compare both engines on, where a batch has none
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from nanoengine.formats.hf import load_model
-from nanoengine.formats.sources import resolve_model
 from nanoengine.heads.scorer import Policy, Scorer
-from nanoengine.model.config import ModelConfig
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
+from nanorl.options.reference_check import resolve_reference
+from nanorl.options.reference_names import MIXED, ReferenceName, parse_references, shares_of
 from nanorl.options.run_config import RunConfig
-from nanorl.scorers.reference_names import MIXED, ReferenceName, parse_references, shares_of
 
 
 class References:
@@ -66,25 +65,6 @@ class References:
         return [found[place] for place in range(len(samples))]
 
 
-def check_reference(config: RunConfig, vocab_size: int) -> None:
-    """`ValueError` unless the models of `rl.reference`, where any are given, have the same
-    vocabulary."""
-    for one in parse_references(config.rl.reference):
-        found = ModelConfig.from_folder(_resolve(one.name, config)).vocab_size
-        if found != vocab_size:
-            raise ValueError(
-                f"--rl.reference {one.name}: its vocabulary of {found} is not the policy's "
-                f"{vocab_size}; choose a model with the same tokenizer"
-            )
-
-
-def _resolve(name: str, config: RunConfig) -> Path:
-    try:
-        return resolve_model(name, config.cache_dir)
-    except ValueError as error:
-        raise ValueError(f"--rl.reference {name}: {error}") from error
-
-
 def reference_folders(
     config: RunConfig, own: Path, *, has_begun: bool, write_policy: Callable[[Path], None]
 ) -> list[Path]:
@@ -95,7 +75,9 @@ def reference_folders(
     (`has_begun`). `ValueError` if the run's own is missing.
     """
     if config.rl.reference:
-        return [_resolve(one.name, config) for one in parse_references(config.rl.reference)]
+        return [
+            resolve_reference(one.name, config) for one in parse_references(config.rl.reference)
+        ]
     if not own.is_dir():
         if has_begun:
             raise ValueError(

@@ -1,2 +1,2 @@
-"""Serves a policy: endpoint (an API for agents, every token recorded) and training_service
-(training by remote calls)."""
+"""Serves clients elsewhere: env_server.py plays an environment for them, training_service trains by
+remote calls."""

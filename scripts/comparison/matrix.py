@@ -30,7 +30,7 @@ from typing import Any
 from comparison.variants import BASE, Variant, VariantSet
 
 from nanorl.observability.report.summary import write_atomically
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train_agent.py"

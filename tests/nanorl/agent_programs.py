@@ -15,13 +15,13 @@ from nanoinfer.dialects import all_dialects
 from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
 from nanorl.agents.context import Generator
+from nanorl.agents.endpoint.endpoint_server import RecordingServer
+from nanorl.agents.endpoint.report import ReportRules
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.http_record.record_access import HttpAccess
-from nanorl.serving.endpoint.endpoint_server import RecordingServer
-from nanorl.serving.endpoint.report import ReportRules
 from nanorl.task import Task
 from nanorl.types import Rollout
 

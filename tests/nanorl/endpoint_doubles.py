@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from nanoengine.text.chat_template import Message
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
-from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-from nanorl.serving.endpoint.recording import Recording, Sampled
+from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.agents.endpoint.recording import Recording, Sampled
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from nanorl.observability.monitor.monitor import RunMonitor
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.monitor_control import RoleStatus
 from nanorl.observability.report.live import LiveView
+from nanorl.options.monitor_config import MonitorConfig
 
 
 def role(name: str, kind: Any = "replica", **changes: Any) -> RoleStatus:

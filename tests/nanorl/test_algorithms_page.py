@@ -24,7 +24,7 @@ from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.registry import AGGREGATIONS, LOSSES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 from nanorl.types import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]

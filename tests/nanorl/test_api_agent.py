@@ -12,12 +12,12 @@ from agent_doubles import ScriptedGenerator
 from agent_programs import SECRET, TASK, TINY, play
 
 from nanorl.agents.api_agent import ApiLoop, is_api_agent
+from nanorl.agents.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.agents.loops import load_loop
 from nanorl.envs.rewards.base import Score
-from nanorl.options.parse import with_options
 from nanorl.options.parts import Parts
 from nanorl.options.presets import get_preset
-from nanorl.serving.endpoint.report import SCORER_HEADER, ReportRules
+from nanorl.run.parse import with_options
 from nanorl.types import Rollout, Status
 
 openai = pytest.importorskip("openai", reason="needs the extra `agents`")

@@ -28,10 +28,11 @@ from nanorl.distributed.weights.in_process import make_publisher
 from nanorl.flow.batch_policy import BatchPolicy
 from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.flow.journal import Journal
+from nanorl.observability.results import StepResult
 from nanorl.options.agent_config import AgentConfig
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.run.trainer import StepResult, Trainer
+from nanorl.run.trainer import Trainer
 from nanorl.scorers.scored_learner import choose_learner
 from nanorl.task import Task
 from nanorl.types import Rollout, Status

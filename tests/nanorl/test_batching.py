@@ -14,8 +14,8 @@ from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import batch_metrics, logp_gap, per_action_token
 from nanorl.batching import build_batch, check_fields, minibatch_of_rollouts
+from nanorl.distributed.warm_start import sft_samples
 from nanorl.grpo import Field
-from nanorl.run.warm_start import sft_samples
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 

@@ -13,9 +13,9 @@ from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
+from nanorl.distributed.warm_start import sft_samples
 from nanorl.grpo import Field
 from nanorl.observability.store import RolloutStore, content_hash
-from nanorl.run.warm_start import sft_samples
 from nanorl.types import Branch, Rollout, TurnSpan
 
 

@@ -8,8 +8,8 @@ from agent_doubles import EOS, TEMPLATE, ScriptedGenerator, output_of, tiny_toke
 from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
+from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=9, max_turn_tokens=40, max_context_tokens=4000)
 # Qwen3's way: where thinking is off, an empty thought opens every answer.

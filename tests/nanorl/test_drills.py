@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nanorl.run.warm_start import copy_drill
+from nanorl.distributed.warm_start import copy_drill
 
 
 def test_every_token_with_loss_occurred_one_period_before() -> None:

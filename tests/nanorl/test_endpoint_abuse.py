@@ -16,9 +16,9 @@ from agent_doubles import EOS, output_of, tiny_tokenizer
 
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-from nanorl.serving.endpoint.recording import Recording
 
 TOKENIZER = tiny_tokenizer()
 LIMITS = Limits(max_turns=1000, max_turn_tokens=40, max_context_tokens=4000)

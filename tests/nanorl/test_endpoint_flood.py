@@ -19,9 +19,9 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.agent_program import MAX_CONNECTIONS, Relay
+from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-from nanorl.serving.endpoint.recording import Recording
 
 SOON_S = 30.0  # far more than anything here takes
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

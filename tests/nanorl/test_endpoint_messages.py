@@ -30,9 +30,9 @@ from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, message_
 from nanoinfer.dialects.messages import MessagesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
+from nanorl.agents.endpoint.endpoint_server import ApiSession
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import ApiSession
-from nanorl.serving.endpoint.recording import Recording
 
 BASE: dict[str, Any] = {"model": "any", "max_tokens": 16}
 USER = [{"role": "user", "content": "2+2?"}]

@@ -29,9 +29,9 @@ from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, message_
 from nanoinfer.dialects.responses import ResponsesDialect
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
+from nanorl.agents.endpoint.endpoint_server import ApiSession
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import ApiSession
-from nanorl.serving.endpoint.recording import Recording
 
 USER = {"role": "user", "content": "2+2?"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

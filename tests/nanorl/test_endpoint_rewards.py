@@ -18,15 +18,15 @@ from agent_programs import SECRET, TASK, TINY, play, written
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
+from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.agents.endpoint.recording import Recording
+from nanorl.agents.endpoint.report import SCORER_HEADER, ReportRules, read_scorer_key
 from nanorl.agents.limits import Limits
-from nanorl.envs.run_kind import run_kind
 from nanorl.options.agent_kit import run_loop, run_scoring
-from nanorl.options.parse import with_options
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-from nanorl.serving.endpoint.recording import Recording
-from nanorl.serving.endpoint.report import SCORER_HEADER, ReportRules, read_scorer_key
+from nanorl.options.run_kind import run_kind
+from nanorl.run.parse import with_options
 from nanorl.types import Rollout, Status
 
 BOTH = pytest.mark.parametrize("in_sandbox", [False, True], ids=["plain", "sandboxed"])

@@ -21,8 +21,8 @@ from nanorl.agents.loop import Agent
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.env_kind import EnvKind
-from nanorl.envs.run_kind import num_env_workers
 from nanorl.options.presets import get_preset
+from nanorl.options.run_kind import num_env_workers
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
 

@@ -16,6 +16,7 @@ from nanoinfer.chat.hermes import HermesParser
 from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
 from nanorl.cli import main
+from nanorl.distributed.warm_start import WarmStart
 from nanorl.envs.base import Services, TeacherError
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env_kind import shown_action
@@ -23,7 +24,6 @@ from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.envs.hosting.host_pool import WorkerPool
 from nanorl.options.phase_config import WarmStartConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.run.warm_start import WarmStart
 from nanorl.task import Task
 from nanorl.types import InfrastructureError
 

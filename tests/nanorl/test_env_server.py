@@ -28,9 +28,9 @@ from nanorl.envs.base import Environment, Services
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind
-from nanorl.envs.remote.env_server import SEAL, EnvServer, ServeLimits
 from nanorl.envs.remote.wire import WireTask
 from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.serving.env_server import SEAL, EnvServer, ServeLimits
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout, Status
 

@@ -17,9 +17,9 @@ import nanorl
 from nanorl.cli import main
 from nanorl.commands.rehearsal import rehearse
 from nanorl.envs.catalog import load_kind
-from nanorl.envs.run_kind import run_kind
-from nanorl.options.parse import parse_arguments
 from nanorl.options.parts import load_tasks
+from nanorl.options.run_kind import run_kind
+from nanorl.run.parse import parse_arguments
 
 pytestmark = pytest.mark.xdist_group("heavy")
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanorl.serving.endpoint.report import EpisodeReport, read_report
+from nanorl.agents.endpoint.report import EpisodeReport, read_report
 
 
 def told(*bodies: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from viewer_runs import small_run
 from nanorl import cli
 from nanorl.inspection.viewer.runs import find_runs
 from nanorl.options.presets import tiny
-from nanorl.trust import remember, unknown
+from nanorl.options.trust import remember, unknown
 
 EVIL = """
 from pathlib import Path

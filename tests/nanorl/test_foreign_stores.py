@@ -16,8 +16,8 @@ from nanorl.inspection.viewer.stored import open_for_reading
 from nanorl.observability.store import RolloutStore, StoreError
 from nanorl.observability.store.blobs import BlobFolder
 from nanorl.observability.store.rows import NUM_LENGTH_BYTES
-from nanorl.observability.store.unpacking import MOST_BYTES, unzlib, unzstd
 from nanorl.types import Rollout, TokenStats
+from nanorl.unpacking import MOST_BYTES, unzlib, unzstd
 
 
 def make_store(path: Path) -> Path:

@@ -16,9 +16,9 @@ from tiny_text import make_text_engine
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.endpoint.endpoint_server import ApiSession, RecordingServer
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import ApiSession, RecordingServer
-from nanorl.serving.endpoint.recording import Recording
 from nanorl.types import InfrastructureError, Rollout
 
 TOKENIZER = tiny_tokenizer()

@@ -13,8 +13,8 @@ import pytest
 import nanorl
 from nanorl.cli import main
 from nanorl.envs.catalog import ENVIRONMENTS, load_kind
-from nanorl.envs.run_kind import num_env_workers
-from nanorl.options.parse import parse_arguments
+from nanorl.options.run_kind import num_env_workers
+from nanorl.run.parse import parse_arguments
 
 GAME = """
 import nanorl

@@ -15,7 +15,7 @@ import nanorl
 from nanoengine.adapters.lora import merge_lora
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 from nanorl.run.saved_models import find_models
 
 WEIGHTS = "model-trained/model.safetensors"

@@ -298,7 +298,7 @@ def said(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
 
 OF_EXTRAS = {
     "serve": (("serve", "runs/tiny"), "nanoinfer.server.running", "uvicorn"),
-    "serve-env": (("serve-env", "guess.py"), "nanorl.envs.remote.env_server", "uvicorn"),
+    "serve-env": (("serve-env", "guess.py"), "nanorl.serving.env_server", "uvicorn"),
     "serve-training": (
         ("serve-training", "--model", "runs/tiny/model"),
         "nanorl.serving.training_service.service_running",

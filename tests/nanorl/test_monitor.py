@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from nanorl.observability.monitor.board import RunBoard
 from nanorl.observability.monitor.monitor_access import MonitorAccess
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.readings import RoleReadings
+from nanorl.options.monitor_config import MonitorConfig
 from nanorl.types import Rollout
 
 METRICS = {
@@ -399,7 +399,7 @@ def test_options_are_bounded_and_off_by_default() -> None:
 PROGRAM = """
 import asyncio, io, sys
 from pathlib import Path
-from nanorl.observability.monitor.monitor_config import MonitorConfig
+from nanorl.options.monitor_config import MonitorConfig
 from nanorl.observability.monitor.readings import RoleReadings
 from nanorl.observability.monitor.monitor import RunMonitor
 from nanorl.observability.report.live import LiveView

@@ -16,8 +16,8 @@ from monitor_doubles import PaperCluster, Watched, role, until
 
 from nanoengine.stop_signals import Interrupted
 from nanorl.observability.monitor.alerts import QUIET_S, Alert, AlertRules, SuccessWatch
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.sender import AlertSender
+from nanorl.options.monitor_config import MonitorConfig
 
 HOUR = 3600.0
 

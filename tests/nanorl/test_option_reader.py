@@ -19,12 +19,12 @@ import pytest
 from nanorl.algorithms.recipes import RECIPES, named_spec
 from nanorl.cli import VERBS
 from nanorl.commands.api import configured
-from nanorl.envs.run_kind import run_kind
 from nanorl.options.help_text import USUAL, help_text, option_texts
 from nanorl.options.names import ALIASES
-from nanorl.options.parse import for_environment, parse_arguments, with_options
 from nanorl.options.presets import smollm2, tiny
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind
+from nanorl.run.parse import for_environment, parse_arguments, with_options
 
 Way = Callable[[Mapping[str, Any], Path], RunConfig]
 """Options by their dotted names, and a folder to write to -> what is made of them."""
@@ -528,7 +528,7 @@ COMMANDS = [
 ]
 LIGHT = f"""
 import sys
-import nanorl.options.run_config, nanorl.options.parse, nanorl.options.help_text
+import nanorl.options.run_config, nanorl.run.parse, nanorl.options.help_text
 import nanorl.options.presets, nanorl.commands.api
 import nanoengine.config, nanoinfer.config, nanorl.commands.train, nanorl.cli
 for words in {COMMANDS}:

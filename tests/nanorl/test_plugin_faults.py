@@ -28,13 +28,13 @@ from nanorl.agents.collector import RolloutCollector, RolloutsFailed
 from nanorl.cli import main
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
-from nanorl.envs.remote.env_server import EnvServer, ServeLimits
 from nanorl.envs.rewards.function_reward import as_reward
 from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 from nanorl.run.heldout_success import evaluate
+from nanorl.serving.env_server import EnvServer, ServeLimits
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
 

@@ -12,7 +12,7 @@ from forked_runs import ROOT, SMALL
 
 from nanorl.observability.report.evaluation import Evaluation, TaskScore
 from nanorl.observability.report.summary import FIELDS, NULLABLE
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import protocols  # noqa: E402

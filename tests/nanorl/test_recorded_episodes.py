@@ -7,8 +7,8 @@ import asyncio
 from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
 
 from nanoinfer.params import SamplingParams
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.recording import Recording
 from nanorl.types import Rollout, Status
 
 PROMPT = [1, 2, 3]

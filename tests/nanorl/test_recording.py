@@ -16,9 +16,9 @@ from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
+from nanorl.agents.endpoint.call_tree import CallTree
+from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.call_tree import CallTree
-from nanorl.serving.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=1000, max_turn_tokens=12, max_context_tokens=4000)
 Message = dict[str, Any]

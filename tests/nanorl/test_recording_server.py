@@ -14,10 +14,10 @@ from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.endpoint.endpoint_server import RecordingServer
+from nanorl.agents.endpoint.recording import Recording
+from nanorl.agents.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.agents.limits import Limits
-from nanorl.serving.endpoint.endpoint_server import RecordingServer
-from nanorl.serving.endpoint.recording import Recording
-from nanorl.serving.endpoint.report import SCORER_HEADER, ReportRules
 
 TOKENIZER = tiny_tokenizer()
 LIMITS = Limits(max_turns=8, max_turn_tokens=200, max_context_tokens=4000)

@@ -18,9 +18,10 @@ from nanoengine.packing import Sample, TopTokens
 from nanorl.algorithms.recipes import named_spec
 from nanorl.options.engine_config import EngineLimits
 from nanorl.options.phase_config import RLConfig
+from nanorl.options.reference_check import check_reference
+from nanorl.options.reference_names import ReferenceName, parse_references, shares_of
 from nanorl.options.run_config import RunConfig
-from nanorl.scorers.reference_names import ReferenceName, parse_references, shares_of
-from nanorl.scorers.references import References, check_reference, load_reference, reference_folders
+from nanorl.scorers.references import References, load_reference, reference_folders
 
 
 @dataclass

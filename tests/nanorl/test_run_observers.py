@@ -15,10 +15,10 @@ import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
+from nanorl.observability.results import StepResult
 from nanorl.run import state
 from nanorl.run.kept_records import KeptWeights
 from nanorl.run.observers import Observers, make_observers
-from nanorl.run.trainer import StepResult
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "save_every": 1},

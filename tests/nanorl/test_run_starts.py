@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from nanorl import cli
 from nanorl.commands.evaluate import EvalOptions
 from nanorl.observability.store import RolloutStore
-from nanorl.options.parse import parse_arguments
 from nanorl.run.continuation import find_origin
 from nanorl.run.failed_start import take_away_failed_start
+from nanorl.run.parse import parse_arguments
 from nanorl.run.saved_models import find_models
 
 GAME = """

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from nanorl.cli import main
-from nanorl.envs.run_kind import runs_programs, settle_sandbox
 from nanorl.envs.tools.workspace import BashTool, ReadTool
 from nanorl.options.agent_config import ToolConfig
-from nanorl.options.parse import parse_arguments
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import runs_programs, settle_sandbox
+from nanorl.run.parse import parse_arguments
 from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.wasm import WasmBackend

@@ -22,7 +22,7 @@ from hostile_programs import HOSTILE
 from sandbox_driver import SPEC, Examiner
 
 from nanorl.options.agent_config import ToolConfig
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 from nanorl.sandbox import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, protocol
 from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox
 from nanorl.sandbox.backends import box as boxes

@@ -18,7 +18,6 @@ from nanorl.envs.catalog import ENVIRONMENTS, load_kind
 from nanorl.envs.env_kind import EnvKind, shown_action
 from nanorl.envs.hosting.fork import NoResultError, call_in_fork
 from nanorl.envs.rewards.base import Transcript
-from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
 from nanorl.envs.shipped.reasoning_gym import PROGRAMS
 from nanorl.envs.shipped.search import normalised
@@ -27,6 +26,7 @@ from nanorl.envs.shipped.wordle import verdict
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
 from nanorl.envs.tasks.source import fingerprint
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind
 from nanorl.task import Task
 from nanorl.types import Rollout
 

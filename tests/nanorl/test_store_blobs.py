@@ -14,9 +14,9 @@ import pytest
 from test_store import make_rollout
 
 from nanorl.observability.store import RolloutStore, StoreError
-from nanorl.observability.store.address import StoreAddress
 from nanorl.observability.store.blobs import BlobFolder
 from nanorl.options.run_config import RunConfig
+from nanorl.options.store_address import StoreAddress
 from nanorl.types import Rollout
 
 

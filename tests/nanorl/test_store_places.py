@@ -9,8 +9,8 @@ import pytest
 from test_store import make_rollout
 
 from nanorl.observability.store import RolloutStore
-from nanorl.observability.store.address import TRAINING_FILE, training_store
-from nanorl.trust import remember
+from nanorl.options.store_address import TRAINING_FILE, training_store
+from nanorl.options.trust import remember
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -32,6 +32,7 @@ from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.conversation import Conversation
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.feedback import Feedback
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop
@@ -57,7 +58,6 @@ from nanorl.inspection.doctor.conversations import (
 )
 from nanorl.inspection.doctor.template_proof import Proof, prove, prove_one
 from nanorl.inspection.doctor.template_trace import trace
-from nanorl.serving.endpoint.recording import Recording
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
 

@@ -22,7 +22,7 @@ from nanorl.envs.judged import JudgedKind
 from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.envs.tools.function import function_tool
 from nanorl.inspection.doctor.tool_tokens import described_tools, tools_finding
-from nanorl.options.parse import parse_arguments
+from nanorl.run.parse import parse_arguments
 
 
 def look(

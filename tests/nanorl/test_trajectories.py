@@ -30,6 +30,7 @@ from nanoinfer.chat.pythonic import PythonicParser
 from nanoinfer.params import Output, SamplingParams
 from nanorl import cli
 from nanorl.agents.compact import Compact
+from nanorl.agents.endpoint.call_tree import CallTree
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent, AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
@@ -42,9 +43,8 @@ from nanorl.observability.trajectories.base import TrajectoryReader
 from nanorl.observability.trajectories.frames import ChatFrames
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
-from nanorl.serving.endpoint.call_tree import CallTree
+from nanorl.options.trust import remember
 from nanorl.task import Task
-from nanorl.trust import remember
 from nanorl.types import Rollout, Status
 
 # As Qwen's: tools in the system message, calls in tags, results as what a user says.
@@ -831,7 +831,7 @@ def test_a_run_whose_environment_is_gone_is_read_by_its_chat_template(
 def test_calls_are_read_as_the_runs_environment_and_agents_write_them(
     env: Path, loop: str, names: list[str]
 ) -> None:
-    from nanorl.observability.trajectories.export import find_parsers
+    from nanorl.observability.trajectories.run_parsers import find_parsers
 
     text = ENV.replace("tools = (fetch,)", "tools = (nanorl.bash,)")
     (env.parent / "fenced.py").write_text(text)
@@ -851,7 +851,7 @@ def test_a_place_is_replaced_as_a_whole_or_not_at_all(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from nanorl.observability.trajectories.export import PLACES
+    from nanorl.inspection.export_trajectories import PLACES
 
     stored(run, calling(play, "a"), calling(play, "b"))
     place = run / PLACES[to]

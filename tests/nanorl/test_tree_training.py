@@ -19,7 +19,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
-from nanorl.run.warm_start import sft_samples
+from nanorl.distributed.warm_start import sft_samples
 from nanorl.types import Branch, Rollout
 
 SPECS = {

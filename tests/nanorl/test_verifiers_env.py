@@ -27,19 +27,19 @@ from nanoengine.formats.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.dialects import all_dialects
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.endpoint.endpoint_server import RecordingServer
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
 from nanorl.cli import main
 from nanorl.envs import verifiers_process
 from nanorl.envs.catalog import load_kind
-from nanorl.envs.run_kind import num_env_workers
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
 from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
 from nanorl.observability.store import RolloutStore
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.serving.endpoint.endpoint_server import RecordingServer
-from nanorl.serving.endpoint.recording import Recording
+from nanorl.options.run_kind import num_env_workers
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout, Status
 

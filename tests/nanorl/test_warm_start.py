@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from nanorl.distributed.warm_start import WarmStart
 from nanorl.options.phase_config import WarmStartConfig
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.run.warm_start import WarmStart
 from nanorl.types import Rollout
 
 

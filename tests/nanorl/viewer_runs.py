@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from agent_doubles import tiny_tokenizer
 
 from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny
-from nanorl.run.cursor import PHASES
 from nanorl.task import Task
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
 

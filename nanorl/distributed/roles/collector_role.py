@@ -21,10 +21,10 @@ from nanorl.algorithms.hindsight import HindsightWriter
 from nanorl.distributed.roles.actor_role import ActorRole, OnRestart, getting_ready
 from nanorl.distributed.roles.router import ReplicaClient, Router
 from nanorl.distributed.roles.shared_folder import require_folder
+from nanorl.distributed.warm_start import WarmStart
 from nanorl.observability.monitor.vitals import vitals
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
-from nanorl.run.warm_start import WarmStart
 from nanorl.task import Task
 from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler

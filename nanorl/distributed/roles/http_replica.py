@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
+from nanorl.bounds import check_number
 from nanorl.distributed.roles.replica_clients import ReplicaLost
 from nanorl.distributed.weights.disk import DiskOffer
 from nanorl.distributed.weights.offer import (
@@ -31,7 +32,6 @@ from nanorl.distributed.weights.offer import (
     WeightReceiver,
     WeightsRefused,
 )
-from nanorl.options.bounds import check_number
 
 _ELSEWHERE = {
     HTTPStatus.TOO_MANY_REQUESTS,

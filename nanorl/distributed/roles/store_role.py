@@ -19,7 +19,7 @@ CLOSE_S = 5.0
 def store_role(
     scheduler: Scheduler, address: str, *, start_s: float, on_restart: OnRestart | None = None
 ) -> ActorRole[RolloutStore]:
-    """The store at that address (nanorl/observability/store/address.py)."""
+    """The store at that address (nanorl/options/store_address.py)."""
 
     async def start() -> ActorHandle[RolloutStore]:
         actor = scheduler.actor(RolloutStore, num_cpus=0).remote(address)

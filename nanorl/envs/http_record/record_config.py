@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nanorl.bounds import Bound, check_record
 from nanorl.envs.http_record.allow import AllowList
-from nanorl.options.bounds import Bound, check_record
 
 HttpMode = Literal["off", "record", "replay", "live"]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nanorl.plugins import LOOPS
 from nanorl.task import Task
 
 FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -161,8 +162,6 @@ def _check(
 def check_agent(name: str, where: str, permission: str) -> None:
     """ValueError for an agent that is none of ours: to load it is to run somebody's code, which
     data does not decide."""
-    from nanorl.agents.loops import LOOPS  # here: it imports what agents need
-
     if name not in LOOPS:
         raise ValueError(
             f"{where}: field 'agent' is {name!r:.200}, code that would be imported; data may name "

@@ -5,7 +5,7 @@ It is wrong on purpose, and in many ways: a habit of its kind, a slip in the pro
 without running, a miscopied value. A warm start from it knows the manners of tool use but not the
 best choices, and reinforcement learning has room. All draw from the caller's random generator.
 Left out: any model (the scripts are the solutions that each `Problem` carries), and playing a
-script in an environment (nanorl/run/warm_start.py).
+script in an environment (nanorl/distributed/warm_start.py).
 """
 
 from __future__ import annotations

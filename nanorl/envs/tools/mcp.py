@@ -23,9 +23,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoengine.extras import missing
+from nanorl.bounds import check_number
 from nanorl.envs.tools.base import ToolContext, ToolError
 from nanorl.envs.tools.mcp_connection import STOP_S, McpConnection, is_address
-from nanorl.options.bounds import check_number
 
 START_S = 60.0  # a server may install itself first
 MAX_SERVERS = 64  # a process each

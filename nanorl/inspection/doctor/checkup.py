@@ -22,8 +22,8 @@ from nanoengine.parallel.device import free_bytes
 from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.distributed.roles.player import Player
+from nanorl.distributed.warm_start import WarmStart
 from nanorl.envs.base import TeacherError
-from nanorl.envs.run_kind import settle_sandbox
 from nanorl.inspection.doctor.borders import border_findings
 from nanorl.inspection.doctor.machine_limits import free_memory_bytes
 from nanorl.inspection.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
@@ -47,15 +47,15 @@ from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.transcript import transcript
 from nanorl.options.parts import Parts
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import settle_sandbox
 from nanorl.options.run_sizes import activation_bytes, resident_bytes
 from nanorl.plugins import where_raised
-from nanorl.run.warm_start import WarmStart
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.task import Task, derive_seed
 from nanorl.types import InfrastructureError, Rollout, Status
 
 if TYPE_CHECKING:
-    from nanorl.commands.train import RunToEnd
+    from nanorl.run.restarts import RunToEnd
 
 NUM_TASKS, NUM_MEMBERS = 4, 4
 NUM_TRACES = 8

@@ -16,17 +16,18 @@ from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import Entry, RolloutStore, content_hash
-from nanorl.observability.store.address import EVALUATIONS_FILE, training_store
-from nanorl.options.parse import with_options
 from nanorl.options.run_config import RunConfig
-from nanorl.run.cursor import AFTER_RL, PHASES, START, WARMING_UP, Cursor
+from nanorl.options.store_address import EVALUATIONS_FILE, training_store
+from nanorl.options.trust import require
+from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.heldout_success import GREEDY
 from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
+from nanorl.run.parse import with_options
 from nanorl.run.saved_models import named_options, read_run
 from nanorl.task import Task, derive_seed
-from nanorl.trust import require
 from nanorl.types import Rollout, Status, TokenStats
 
 Place = tuple[int, int]

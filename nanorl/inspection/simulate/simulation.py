@@ -36,9 +36,10 @@ from nanorl.inspection.simulate.simulated_replica import RequestSize, SharedCore
 from nanorl.inspection.simulate.simulation_config import SimulationConfig
 from nanorl.inspection.simulate.simulation_result import SimulatedStep, SimulationResult
 from nanorl.learner import Learner
+from nanorl.observability.results import StepResult
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.run.trainer import StepResult, Trainer
+from nanorl.run.trainer import Trainer
 from nanosched import ActorHandle, Scheduler
 
 MOST_QUANTA, LEAST_QUANTA = 1 << 20, 16

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 
 Sharing = Literal["separate", "colocated"]
 Mode = Literal["sync", "streaming", "async"]

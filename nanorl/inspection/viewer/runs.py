@@ -22,17 +22,17 @@ from typing import Any
 
 from nanoengine.state.run_folder import LOCK
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.envs.run_kind import run_tokenizer
 from nanorl.inspection.viewer.stored import Selection, open_for_reading
 from nanorl.observability.report.summary import EVALUATIONS
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import RolloutStore, StoreError
-from nanorl.observability.store.address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
-from nanorl.observability.trajectories.export import find_parsers
+from nanorl.observability.trajectories.run_parsers import find_parsers
 from nanorl.options.run_config import RunConfig
-from nanorl.run.cursor import PHASES
+from nanorl.options.run_kind import run_tokenizer
+from nanorl.options.store_address import EVALUATIONS_FILE, TRAINING_FILE
+from nanorl.options.trust import readable, require
 from nanorl.run.saved_models import named_options, read_run, read_tokenizer
-from nanorl.trust import readable, require
 from nanorl.types import Rollout
 
 TRAINING, EVALUATION = "rl", "evaluation"

@@ -24,7 +24,7 @@ from nanorl.options.run_config import RunConfig
 from nanorl.types import Branch, Rollout, Status
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 MANY = 0.5
 """The share from which on something is the rule and not an accident."""

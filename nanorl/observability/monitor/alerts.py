@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.monitor_control import RoleStatus
+from nanorl.options.monitor_config import MonitorConfig
 
 QUIET_S = 600.0
 _LEAST_BEST = 0.1  # a best success below it is too close to noise to collapse

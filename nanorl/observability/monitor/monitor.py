@@ -22,18 +22,18 @@ from nanoengine.extras import missing
 from nanoengine.stop_signals import Interrupted
 from nanorl.observability.monitor.alerts import Alert, AlertRules
 from nanorl.observability.monitor.board import RunBoard
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.monitor_control import ClusterControl
 from nanorl.observability.monitor.readings import RoleReadings
 from nanorl.observability.monitor.sender import AlertSender
 from nanorl.observability.report.live import LiveView
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.observer import PhaseBegun, RunObserver
+from nanorl.options.monitor_config import MonitorConfig
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:  # the server needs the extra `monitor`
     from nanorl.observability.monitor.monitor_server import MonitorServer
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 _POLL_S = 1.0
 _ASKED_TO_STOP = (Interrupted, asyncio.CancelledError, KeyboardInterrupt, SystemExit)

@@ -48,10 +48,10 @@ from nanoinfer.server.listening import listen
 from nanorl.observability.monitor.board import RunBoard
 from nanorl.observability.monitor.exposition import make_registry
 from nanorl.observability.monitor.monitor_access import MonitorAccess
-from nanorl.observability.monitor.monitor_config import MonitorConfig
 from nanorl.observability.monitor.monitor_control import ClusterControl, RoleStatus
 from nanorl.observability.monitor.readings import RoleReadings
 from nanorl.observability.report.metrics import to_jsonable
+from nanorl.options.monitor_config import MonitorConfig
 
 LOG = logging.getLogger("nanorl.observability.monitor")
 _LIMITS = HttpLimits(max_body_bytes=1 << 16, max_connections=128)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nanorl.observability.report.summary import EVALUATIONS
+from nanorl.observability.results import PHASES, Phase
 from nanorl.observability.store import Entry, RolloutStore
-from nanorl.observability.store.address import EVALUATIONS_FILE
-from nanorl.run.cursor import PHASES, Phase
+from nanorl.options.store_address import EVALUATIONS_FILE
 from nanorl.task import Task
 from nanorl.types import Rollout, Status, TokenStats, kind_of
 

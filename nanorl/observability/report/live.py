@@ -35,7 +35,7 @@ from nanorl.observability.report.charts import duration, number
 from nanorl.observability.report.observer import PhaseBegun, RunObserver
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),

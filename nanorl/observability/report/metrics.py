@@ -18,7 +18,7 @@ from nanorl.observability.report.observer import RunObserver
 from nanorl.observability.report.summary import write_atomically
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 
 def to_jsonable(value: Any) -> Any:

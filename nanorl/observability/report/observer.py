@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Self
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
-    from nanorl.run.cursor import Phase
-    from nanorl.run.heldout_success import EvaluationResult
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import EvaluationResult, Phase, StepResult
 
 WARM_START = "warm_start"
 """The part of a run whose steps are counted by themselves."""

@@ -18,7 +18,7 @@ from nanorl.task import Task
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 NUM_SAMPLES = 5  # rollouts of RL that the log shows
 

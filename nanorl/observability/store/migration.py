@@ -18,8 +18,8 @@ import numpy as np
 from nanorl.observability.store.database import STEP_SHIFT, Database, StoreError
 from nanorl.observability.store.expiry import worths
 from nanorl.observability.store.rows import LISTS, Filed, insert_rows, pack_stats, to_rows
-from nanorl.observability.store.unpacking import unzlib
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan, kind_of
+from nanorl.unpacking import unzlib
 
 COLUMNS = ("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "extra")
 INDEXES = ("by_step", "by_task", "by_group", "by_version", "by_hash", "by_status", "by_kind")

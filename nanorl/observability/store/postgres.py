@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from nanoengine.extras import missing
-from nanorl.observability.store.address import without_password
 from nanorl.observability.store.database import INDEXES, SCHEMA_VERSION, TABLES, StoreError
+from nanorl.options.store_address import without_password
 
 try:
     import psycopg

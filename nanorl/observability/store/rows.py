@@ -26,8 +26,8 @@ import numpy as np
 import zstandard
 
 from nanorl.observability.store.database import Database
-from nanorl.observability.store.unpacking import unzstd
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
+from nanorl.unpacking import unzstd
 
 LISTS = ("tokens", "loss_mask", "logps", "versions")
 HASH_CHARS = 32

@@ -1,7 +1,8 @@
 """`RolloutStore`: every rollout of a run, each `rollout_id` exactly once.
 
-The same store lies in a SQLite file or in a PostgreSQL database (address.py); large contents may
-lie elsewhere (blobs.py). A rollout that is generated again after a resume replaces the earlier one.
+The same store lies in a SQLite file or in a PostgreSQL database (store_address.py); large
+contents may lie elsewhere (blobs.py). A rollout that is generated again after a resume replaces the
+earlier one.
 Beside the rollouts lie the tasks that they tried, whole, so that a rollout can be read and played
 again when the file of the tasks is gone; numbers about their tokens, which the trainer knows only
 after its step; and small facts of the run as JSON.
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanorl.observability.monitor.vitals import vitals
-from nanorl.observability.store.address import StoreAddress
 from nanorl.observability.store.blobs import BlobFolder, is_local
 from nanorl.observability.store.database import (
     SCHEMA_VERSION,
@@ -57,6 +57,7 @@ from nanorl.observability.store.rows import (
 )
 from nanorl.observability.store.sqlite import SqliteDatabase
 from nanorl.observability.store.stats import Duplicates, StoreStats, find_duplicates, read_stats
+from nanorl.options.store_address import StoreAddress
 from nanorl.task import Task
 from nanorl.types import Rollout, Status, TokenStats, kind_of
 

@@ -38,7 +38,7 @@ from nanorl.types import Rollout
 from nanosched import Scheduler
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 _S = 1_000_000_000  # nanoseconds
 _PARTS = (("rollouts", "wait_s"), ("train", "train_s"), ("sync", "sync_s"))

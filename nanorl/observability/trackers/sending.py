@@ -30,7 +30,7 @@ from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
 if TYPE_CHECKING:
-    from nanorl.run.trainer import StepResult
+    from nanorl.observability.results import StepResult
 
 FINISH_S = 60.0  # a busy machine needs half of it to import a tracker
 _MOST_WAITING = 512  # messages to one tracker; more are dropped, and that is a failure too

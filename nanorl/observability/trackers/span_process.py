@@ -19,11 +19,11 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from nanorl.envs.run_kind import run_tokenizer
 from nanorl.observability.trackers.span_record import PlayedRollouts, SpannedRun, SpanRecord
 from nanorl.observability.trajectories.base import TrajectoryReader
-from nanorl.observability.trajectories.export import agent_info, find_parsers
 from nanorl.observability.trajectories.otel import SpanMaker
+from nanorl.observability.trajectories.run_parsers import agent_info, find_parsers
+from nanorl.options.run_kind import run_tokenizer
 
 PAUSE_S = 30.0
 """A collector that did not answer is left alone for so long: each try may take ten seconds."""

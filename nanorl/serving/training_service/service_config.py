@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoinfer.config import InferConfig
-from nanorl.options.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 
 
 @dataclass(frozen=True, kw_only=True)

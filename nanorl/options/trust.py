@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.plugins import is_path
+from nanorl.plugins import LOOPS, is_path
 
 Options = Mapping[str, Any]
 
@@ -140,8 +140,6 @@ def _is_ours(part: str, values: Sequence[Any]) -> bool:
 
         return first in REWARDS
     if part == "agent":
-        from nanorl.agents.loops import LOOPS
-
         return first in LOOPS and first != "command"
     if part == "curriculum":
         from nanorl.flow.curriculum import KNOWN

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanorl.envs.env_kind import EnvKind
-from nanorl.envs.run_kind import run_kind
 from nanorl.options.names import ALIASES, known_options
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind
 from nanorl.options.values import (
     WrongValueError,
     did_you_mean,

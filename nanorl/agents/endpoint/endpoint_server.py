@@ -52,13 +52,13 @@ from nanoinfer.server.http_io import (
 )
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
-from nanorl.serving.endpoint.recording import Recording, Sampled
-from nanorl.serving.endpoint.report import EpisodeReport, ReportRules, read_report
-from nanorl.serving.endpoint.token_calls import read_token_call, token_answer
+from nanorl.agents.endpoint.recording import Recording, Sampled
+from nanorl.agents.endpoint.report import EpisodeReport, ReportRules, read_report
+from nanorl.agents.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
 from nanosched.node_address import LOOPBACK, node_address
 
-LOG = logging.getLogger("nanorl.serving.endpoint")
+LOG = logging.getLogger("nanorl.agents.endpoint")
 WILDCARDS = ("0.0.0.0", "::")
 MAX_CALLS_AT_ONCE = 64
 Work = Callable[["ApiSession", Request, bytes], Coroutine[Any, Any, Response]]

@@ -17,8 +17,8 @@ from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
 from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.http_record.record_config import HttpConfig
-from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.task import Task
 

@@ -15,7 +15,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import TokenGenerate
 from nanoinfer.server.responses import token_choice, usage
-from nanorl.serving.endpoint.recording import Recording
+from nanorl.agents.endpoint.recording import Recording
 
 
 @dataclass(frozen=True)

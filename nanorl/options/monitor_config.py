@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanorl.options.bounds import COUNT, NATURAL, Bound, check_record
+from nanorl.bounds import COUNT, NATURAL, Bound, check_record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,12 +43,12 @@ from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanorl.agents.context import Generator
+from nanorl.agents.endpoint.call_count import CallCount, NoCallsLeftError
+from nanorl.agents.endpoint.call_tree import CallNode, CallTree
 from nanorl.agents.episode import Episode
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import Truncation
 from nanorl.envs.rewards.base import Transcript
-from nanorl.serving.endpoint.call_count import CallCount, NoCallsLeftError
-from nanorl.serving.endpoint.call_tree import CallNode, CallTree
 from nanorl.task import derive_seed
 from nanorl.types import InfrastructureError, Rollout, Status
 

@@ -76,7 +76,7 @@ def training_store(folder: Path, store: str) -> str:
     ValueError if none was stored yet."""
     file = folder / TRAINING_FILE
     if store:
-        from nanorl.trust import require  # here: a store knows nothing of options
+        from nanorl.options.trust import require  # here: a store knows nothing of options
 
         require({"store": store}, folder, ["store"])
     if not store and not file.is_file():

@@ -14,30 +14,23 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import tyro
 
 from nanoengine.extras import missing
-from nanoengine.text.tokenizer import ChatTokenizer
-from nanoinfer.chat.base import Parser
-from nanoinfer.chat.chat import ToolChat
-from nanoinfer.chat.choose import client_tool_chat
-from nanorl.agents.loops import LOOPS
-from nanorl.envs.run_kind import run_kind
+from nanorl.bounds import check_number
+from nanorl.observability.results import PHASES
 from nanorl.observability.store import Entry, Filter, RolloutStore
-from nanorl.observability.store.address import EVALUATIONS_FILE, training_store
-from nanorl.observability.trajectories.atif import AgentInfo, write_atif
+from nanorl.observability.trajectories.atif import write_atif
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.jsonl import write_jsonl
-from nanorl.options.bounds import check_number
+from nanorl.observability.trajectories.run_parsers import agent_info, find_parsers
 from nanorl.options.run_config import RunConfig
-from nanorl.run.cursor import PHASES
-from nanorl.trust import unknown
+from nanorl.options.store_address import EVALUATIONS_FILE, training_store
 from nanorl.types import Status
-from nanorl.version import own_version
 
 Format = Literal["atif", "jsonl", "parquet", "otel"]
 StoredPhase = Literal["rl", "untrained", "before", "after", "no_tool"]
@@ -47,8 +40,6 @@ PLACES: dict[str, str] = {
     "parquet": "trajectories.parquet",
     "otel": "trajectories-otel.jsonl",
 }
-CALLS_OF_ENVIRONMENT = LOOPS.keys() - {"sub_agents"}
-"""The loops that call nothing but the environment's tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,38 +138,6 @@ def _address(options: ExportOptions, config: RunConfig) -> str:
     return str(file)
 
 
-def find_parsers(
-    config: RunConfig,
-    tokenizer: ChatTokenizer,
-    say: Callable[[str], None],
-    *,
-    is_running: bool = False,
-) -> list[Parser]:
-    """The parsers of a run: its environment's, and the one of calls that an agent loop or a client
-    adds, which are in the form of the model's chat template. An environment that only the folder
-    of the run names is not imported: the run may be somebody else's, unless it `is_running`."""
-    of_model = client_tool_chat(tokenizer, []).parser
-    if not is_running and (found := unknown(config.to_json(), ("env", "agent"))):
-        say(f"calls are read as the model's chat has them: not trusted (nanorl trust): {found}")
-        return [of_model]
-    try:
-        kind = run_kind(replace(config, reward=""))  # whose score is not asked for
-    except ValueError as error:
-        say(f"the environment is not there: calls are read as the model's chat has them ({error})")
-        return [of_model]
-    try:
-        open_chat: Callable[[ChatTokenizer], ToolChat | None] | None
-        open_chat = getattr(kind, "chat", None)  # of one that is elsewhere nothing is known
-        if open_chat is None:
-            return [of_model]
-        chat = open_chat(tokenizer)
-        own = [] if chat is None else [chat.parser]
-        is_own_alone = (config.agent.loop or kind.loop) in CALLS_OF_ENVIRONMENT
-        return own if is_own_alone else [*own, of_model]
-    finally:
-        kind.close()
-
-
 class _Stored:
     """The trajectories of a store, one after the other."""
 
@@ -221,15 +180,6 @@ def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory
             return options.endpoint
         write_spans(found, place, maker, force=force)
     return str(place)
-
-
-def agent_info(config: RunConfig) -> AgentInfo:
-    """The agent that plays in a run."""
-    return AgentInfo(
-        name=config.agent.loop or config.env or config.preset,
-        version=own_version(),
-        model=config.model or config.preset,
-    )
 
 
 def _require_packages(options: ExportOptions) -> None:

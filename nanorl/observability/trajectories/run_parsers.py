@@ -1,0 +1,61 @@
+"""How the calls of a run's agent are read again, and who that agent is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanoengine.text.tokenizer import ChatTokenizer
+from nanoinfer.chat.base import Parser
+from nanoinfer.chat.chat import ToolChat
+from nanoinfer.chat.choose import client_tool_chat
+from nanorl.observability.trajectories.atif import AgentInfo
+from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import run_kind
+from nanorl.options.trust import unknown
+from nanorl.plugins import LOOPS
+from nanorl.version import own_version
+
+CALLS_OF_ENVIRONMENT = LOOPS.keys() - {"sub_agents"}
+"""The loops that call nothing but the environment's tools."""
+
+
+def find_parsers(
+    config: RunConfig,
+    tokenizer: ChatTokenizer,
+    say: Callable[[str], None],
+    *,
+    is_running: bool = False,
+) -> list[Parser]:
+    """The parsers of a run: its environment's, and the one of calls that an agent loop or a client
+    adds, which are in the form of the model's chat template. An environment that only the folder
+    of the run names is not imported: the run may be somebody else's, unless it `is_running`."""
+    of_model = client_tool_chat(tokenizer, []).parser
+    if not is_running and (found := unknown(config.to_json(), ("env", "agent"))):
+        say(f"calls are read as the model's chat has them: not trusted (nanorl trust): {found}")
+        return [of_model]
+    try:
+        kind = run_kind(replace(config, reward=""))  # whose score is not asked for
+    except ValueError as error:
+        say(f"the environment is not there: calls are read as the model's chat has them ({error})")
+        return [of_model]
+    try:
+        open_chat: Callable[[ChatTokenizer], ToolChat | None] | None
+        open_chat = getattr(kind, "chat", None)  # of one that is elsewhere nothing is known
+        if open_chat is None:
+            return [of_model]
+        chat = open_chat(tokenizer)
+        own = [] if chat is None else [chat.parser]
+        is_own_alone = (config.agent.loop or kind.loop) in CALLS_OF_ENVIRONMENT
+        return own if is_own_alone else [*own, of_model]
+    finally:
+        kind.close()
+
+
+def agent_info(config: RunConfig) -> AgentInfo:
+    """The agent that plays in a run."""
+    return AgentInfo(
+        name=config.agent.loop or config.env or config.preset,
+        version=own_version(),
+        model=config.model or config.preset,
+    )
