@@ -21,9 +21,9 @@ from nanoengine import Engine, EngineConfig, ModelConfig, Transformer
 from nanoengine.packing import Sample
 from nanoengine.sft.chats import num_loss_tokens, sft_loss
 from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
-from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batch_metrics import logp_gap
 from nanorl.batching import build_batch
+from nanorl.grpo import GRPO
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout
@@ -137,7 +137,7 @@ def train(warm_steps: int = WARM_STEPS, steps: int = STEPS) -> list[dict[str, fl
         for step in range(steps):
             policy.publish()
             groups = play(env, policy, step)
-            batch = build_batch(groups, AlgorithmSpec(), max_tokens=32, version=policy.version)
+            batch = build_batch(groups, GRPO(), max_tokens=32, version=policy.version)
             policy.trainer.train_step(batch.samples, batch.loss_fn)
             gap = logp_gap(batch.samples, policy.trainer.last_logps)["logp_gap_max"]
             history.append({"reward": batch.metrics["reward"], "gap": gap})
