@@ -155,7 +155,10 @@ AREAS = {
         ),
     ),
     "recorder": Area(
-        files=("nanorl/agents/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
+        files=(
+            *("nanorl/agents/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
+            "nanoinfer/options/outputs.py",
+        ),
         tests=(
             *("test_recorded_episodes",),
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
