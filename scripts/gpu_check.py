@@ -5,7 +5,7 @@ verdict is "pass". Refuses without a GPU.
 
     bash scripts/gpu_check.sh [--json FILE] [--parts NAME,NAME]
 
-tests          every GPU test (tests/*/gpu)
+tests          every GPU test (tests/*/on_gpu)
 train-tiny     a short run of `train_agent.py` on the card; train-smollm2, where its weights are;
                train-exact with `--deterministic` (its texts are short: the tests have long ones)
 server         a request to the server (`gpu_parts.py`, with the next two)
@@ -36,7 +36,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 NUM_TEST_PROCESSES = 8  # a card of 80 GB holds what so many tests take at once
 GRACE_S = 8.0  # between asking a program to stop and killing it
-TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/gpu"))
+TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/on_gpu"))
 SHORT_RUN = (
     "--device cuda --warm-start.steps 4 --rl.steps 2 --rl.tasks-per-step 2 "
     "--evaluation.num-tasks 4 --evaluation.num-tasks-untrained 2 --evaluation.num-tasks-no-tool 2"

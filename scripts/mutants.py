@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -133,10 +134,10 @@ AREAS = {
             *("nanosched/local/*.py", "nanosched/ledger.py"),
         ),
         tests=(
-            *("../nanosched/test_without_numpy",),
-            *("test_role", "../nanosched/test_local_processes", "../nanosched/test_contract"),
-            *("../nanosched/test_resources", "../nanosched/test_typed_calls", "test_placement"),
-            *("../nanosched/test_bounded_queue", "../nanosched/test_shared_buffer", "test_work"),
+            *("test_without_numpy",),
+            *("test_role", "test_local_processes", "test_contract"),
+            *("test_resources", "test_typed_calls", "test_placement"),
+            *("test_bounded_queue", "test_shared_buffer", "test_work"),
             *("test_cluster_runs", "test_late_replica", "test_async_faults", "test_faults"),
         ),
     ),
@@ -154,7 +155,10 @@ AREAS = {
         ),
     ),
     "recorder": Area(
-        files=("nanorl/agents/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
+        files=(
+            *("nanorl/agents/endpoint/recording.py", "nanorl/envs/http_record/*.py"),
+            "nanoinfer/options/outputs.py",
+        ),
         tests=(
             *("test_recorded_episodes",),
             *("test_http_record", "test_recording", "test_recording_server", "test_network_page"),
@@ -167,35 +171,35 @@ AREAS |= {
     "chat": Area(
         files=("nanoinfer/chat/*.py", "nanorl/agents/tokens.py"),
         tests=(
-            *("test_template_gallery", "test_parsers", "../nanoinfer/test_model_forms"),
-            *("../nanoinfer/test_reply", "test_turn_tokens", "test_chat_form", "test_chat_tokens"),
-            *("../nanoinfer/test_chat_answers", "test_gallery_training", "test_tools"),
+            *("test_template_gallery", "test_parsers", "test_model_forms"),
+            *("test_reply", "test_turn_tokens", "test_chat_form", "test_chat_tokens"),
+            *("test_chat_answers", "test_gallery_training", "test_tools"),
             *("test_trajectories", "test_loops", "test_recording", "test_recorded_episodes"),
-            *("../nanoinfer/test_client_bodies", "../nanoinfer/test_server", "test_tool_tokens"),
+            *("test_client_bodies", "test_server", "test_tool_tokens"),
         ),
     ),
     "dialects": Area(
         files=("nanoinfer/dialects/*.py",),
         tests=(
-            *("../nanoinfer/test_client_bodies", "../nanoinfer/test_client_fields"),
+            *("test_client_bodies", "test_client_fields"),
             *("test_endpoint_messages", "test_endpoint_responses", "test_unreadable_arguments"),
-            *("../nanoinfer/test_server_dialects", "../nanoinfer/test_spoken_reply"),
-            *("../nanoinfer/test_server_agent_clients", "test_recording_server", "test_recording"),
+            *("test_server_dialects", "test_spoken_reply"),
+            *("test_server_agent_clients", "test_recording_server", "test_recording"),
             *("test_call_variables", "test_agent_clients", "test_endpoint_abuse"),
         ),
     ),
     "serving": Area(
         files=("nanoinfer/server/*.py",),
         tests=(
-            *("../nanoinfer/test_server", "../nanoinfer/test_client_bodies"),
-            *("../nanoinfer/test_body_answers", "../nanoinfer/test_client_fields"),
-            *("../nanoinfer/test_server_rl_routes", "../nanoinfer/test_server_dialects"),
-            *("../nanoinfer/test_token_text", "../nanoinfer/test_answer_ends"),
-            *("../nanoinfer/test_server_clients", "../nanoinfer/test_server_abuse"),
-            *("../nanoinfer/test_chat_answers", "../nanoinfer/test_server_adapters"),
-            *("../nanoinfer/test_request_fields_page", "../nanoinfer/test_chat_page"),
-            *("../nanoinfer/test_server_fuzz", "../nanoinfer/test_listening", "test_monitor"),
-            *("test_endpoint_flood", "test_http_replica", "../nanoinfer/test_llm"),
+            *("test_server", "test_client_bodies"),
+            *("test_body_answers", "test_client_fields"),
+            *("test_server_rl_routes", "test_server_dialects"),
+            *("test_token_text", "test_answer_ends"),
+            *("test_server_clients", "test_server_abuse"),
+            *("test_chat_answers", "test_server_adapters"),
+            *("test_request_fields_page", "test_chat_page"),
+            *("test_server_fuzz", "test_listening", "test_monitor"),
+            *("test_endpoint_flood", "test_http_replica", "test_llm"),
         ),
     ),
     "folders": Area(
@@ -208,13 +212,13 @@ AREAS |= {
             *("nanoengine/formats/template_files.py", "nanoengine/text/chat_template.py"),
         ),
         tests=(
-            *("../nanoengine/test_ropes", "../nanoengine/test_drawn_fields"),
-            *("../nanoengine/test_peft_folders", "../nanoengine/test_gguf"),
-            *("../nanoengine/test_gguf_tokenizer", "../nanoengine/test_gguf_file"),
-            *("../nanoengine/test_finite_folders", "../nanoengine/test_template_files"),
-            *("../nanoengine/test_hf", "../nanoengine/test_gpt_oss", "../nanoinfer/test_llm"),
-            *("../nanoengine/test_model_parity", "../nanoengine/test_foreign_files"),
-            *("../nanoinfer/test_adapters", "test_template_gallery"),
+            *("test_ropes", "test_drawn_fields"),
+            *("test_peft_folders", "test_gguf"),
+            *("test_gguf_tokenizer", "test_gguf_file"),
+            *("test_finite_folders", "test_template_files"),
+            *("test_hf", "test_gpt_oss", "test_llm"),
+            *("test_model_parity", "test_foreign_files"),
+            *("test_adapters", "test_template_gallery"),
         ),
     ),
     "outside": Area(
@@ -244,16 +248,16 @@ GROUPS = {
 """Areas that one list is drawn from."""
 NEAR = {
     "nanoinfer/chat/turns.py": "test_turn_tokens",
-    "nanoinfer/chat/reply.py": "../nanoinfer/test_reply",
-    "nanoinfer/chat/form.py": "../nanoinfer/test_model_forms",
+    "nanoinfer/chat/reply.py": "test_reply",
+    "nanoinfer/chat/form.py": "test_model_forms",
     "nanoinfer/chat": "test_parsers",
-    "nanoinfer/server/rl_routes.py": "../nanoinfer/test_server_rl_routes",
-    "nanoinfer/server/sglang_generate.py": "../nanoinfer/test_server_rl_routes",
-    "nanoinfer/server/token_text.py": "../nanoinfer/test_token_text",
-    "nanoengine/formats/gguf_tokenizer.py": "../nanoengine/test_gguf_tokenizer",
-    "nanoengine/formats/gguf": "../nanoengine/test_gguf",
-    "nanoengine/adapters/peft_config.py": "../nanoengine/test_peft_folders",
-    "nanoengine/formats/template_files.py": "../nanoengine/test_template_files",
+    "nanoinfer/server/rl_routes.py": "test_server_rl_routes",
+    "nanoinfer/server/sglang_generate.py": "test_server_rl_routes",
+    "nanoinfer/server/token_text.py": "test_token_text",
+    "nanoengine/formats/gguf_tokenizer.py": "test_gguf_tokenizer",
+    "nanoengine/formats/gguf": "test_gguf",
+    "nanoengine/adapters/peft_config.py": "test_peft_folders",
+    "nanoengine/formats/template_files.py": "test_template_files",
     "nanorl/envs/tools/mcp": "test_mcp_episodes",
     "nanorl/agents/endpoint/call_count.py": "test_given_up_calls",
     "nanorl/inspection/doctor": "test_template_gallery",
@@ -293,8 +297,8 @@ NEAR = {
     "nanorl/observability/store/blobs.py": "test_store_blobs",
     "nanorl/observability/store/postgres.py": "test_store_postgres",
     "nanorl/serving/training_service/service_losses.py": "test_training_service_losses",
-    "nanosched/ledger.py": "../nanosched/test_resources",
-    "nanosched": "../nanosched/test_local_processes",
+    "nanosched/ledger.py": "test_resources",
+    "nanosched": "test_local_processes",
 }
 """The test file that is asked first, by the start of the changed file's name."""
 
@@ -400,7 +404,14 @@ def tests_of(mutant: Mutant) -> list[str]:
     )
     if near in tests:
         tests.sort(key=lambda test: test != near)
-    return [os.path.normpath(f"tests/nanorl/{test}.py") for test in tests]
+    return [str(_file_of_test(test)) for test in tests]
+
+
+@functools.cache
+def _file_of_test(name: str) -> Path:
+    """Names of test files are distinct: whichever room it is in."""
+    [file] = (ROOT / "tests").rglob(f"{name}.py")
+    return file.relative_to(ROOT)
 
 
 def stages_of(mutant: Mutant, first: Mapping[str, str]) -> tuple[list[str], ...]:

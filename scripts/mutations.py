@@ -149,6 +149,19 @@ def draw(sources: Mapping[str, str], *, seed: int, count: int) -> list[Mutation]
 
 def apply(mutation: Mutation, text: str) -> str:
     """The text with the bug in it. `GoneError` where its function or its lines are not there."""
+    found = places(mutation, text)
+    if mutation.nth >= len(found):
+        raise GoneError(
+            f"{mutation.file}: {mutation.function or 'the module'} does not say any more: "
+            f"{mutation.before.strip()}"
+        )
+    place = found[mutation.nth]
+    data, old = text.encode(), mutation.before.encode()
+    return (data[:place] + mutation.after.encode() + data[place + len(old) :]).decode()
+
+
+def places(mutation: Mutation, text: str) -> list[int]:
+    """Where the lines that it changes begin, in bytes. `GoneError` without its function."""
     source = _Source(text)
     spans = [
         (scope.first, scope.last)
@@ -158,15 +171,7 @@ def apply(mutation: Mutation, text: str) -> str:
     if not spans:
         raise GoneError(f"{mutation.file} has no {mutation.function}")
     first = source.at(min(first for first, _ in spans), 0)
-    places = _places(source, mutation.before, first, max(last for _, last in spans))
-    if mutation.nth >= len(places):
-        raise GoneError(
-            f"{mutation.file}: {mutation.function or 'the module'} does not say any more: "
-            f"{mutation.before.strip()}"
-        )
-    place = places[mutation.nth]
-    data, old = source.data, mutation.before.encode()
-    return (data[:place] + mutation.after.encode() + data[place + len(old) :]).decode()
+    return _places(source, mutation.before, first, max(last for _, last in spans))
 
 
 def _places(source: _Source, before: str, first: int, last_line: int) -> list[int]:

@@ -3,9 +3,9 @@
     python scripts/sandbox_table.py benchmarks/sandbox_hostile_*.json     # prints it
     python scripts/sandbox_table.py --write benchmarks/sandbox_hostile_*.json
 
-Each file is what `tests/nanorl/sandbox_driver.py --json` wrote for one back end. A program is held
-if the host saw nothing that it must not see; "got through" names those that got something. What
-ended otherwise than it does in bubblewrap, without getting anything, is only counted.
+Each file is what `tests/nanorl/sandbox/sandbox_driver.py --json` wrote for one back end. A program
+is held if the host saw nothing that it must not see; "got through" names those that got something.
+What ended otherwise than it does in bubblewrap, without getting anything, is only counted.
 """
 
 from __future__ import annotations

@@ -12,22 +12,22 @@ source scripts/setup_env.sh
 setup_env dev
 
 PROGRAMS=(
-    tests/nanorl/test_sandbox_hostile.py
-    tests/nanorl/test_agent_box.py
-    tests/nanorl/test_grading_forgeries.py
-    tests/nanorl/test_session_grading.py
+    tests/nanorl/sandbox/test_sandbox_hostile.py
+    tests/nanorl/sandbox/test_agent_box.py
+    tests/nanorl/sandbox/test_grading_forgeries.py
+    tests/nanorl/sandbox/test_session_grading.py
 )
 OTHERS=(
-    tests/nanorl/test_endpoint_rewards.py
-    tests/nanorl/test_endpoint_flood.py
-    tests/nanorl/test_foreign_rank.py
-    tests/nanoengine/test_meeting.py
-    tests/nanoengine/test_peer_proof.py
-    tests/nanoinfer/test_led_messages.py
-    tests/nanorl/test_training_service_clients.py
-    tests/nanorl/test_foreign_runs.py
-    tests/nanorl/test_foreign_stores.py
-    tests/nanoengine/test_foreign_files.py
+    tests/nanorl/agents/test_endpoint_rewards.py
+    tests/nanorl/agents/test_endpoint_flood.py
+    tests/nanorl/distributed/test_foreign_rank.py
+    tests/nanoengine/parallel/test_meeting.py
+    tests/nanoengine/parallel/test_peer_proof.py
+    tests/nanoinfer/variants/test_led_messages.py
+    tests/nanorl/serving/test_training_service_clients.py
+    tests/nanorl/options/test_foreign_runs.py
+    tests/nanorl/observability/test_foreign_stores.py
+    tests/nanoengine/formats/test_foreign_files.py
 )
 NOBODY=65534
 RUN=(-m pytest -q -p no:cacheprovider "$@")

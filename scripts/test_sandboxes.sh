@@ -54,7 +54,7 @@ for name in "$@"; do
         sandbox="$name"
         [[ "$name" != podman && "$name" != docker ]] || sandbox=oci
         # The number of violations is its exit status: what a back end does not promise counts too.
-        PYTHONPATH="$PWD" "$python" tests/nanorl/sandbox_driver.py --sandbox "$sandbox" $arguments \
+        PYTHONPATH="$PWD" "$python" tests/nanorl/sandbox/sandbox_driver.py --sandbox "$sandbox" $arguments \
             --every "${EVERY:-1}" --json "$folder/sandbox_hostile_$name.json" >"$folder/$name.log" 2>&1 || true
         tail -1 "$folder/$name.log"
     fi

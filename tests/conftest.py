@@ -5,15 +5,21 @@ import os
 import random
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from pool import WorkerPool
 
 from kernels.cpp import ops as cpp_ops
 from nanoengine.formats.sources import SMOLLM2, cached_folder
+
+# Tests of one room use helpers of others. All names are distinct: test_house.py.
+HERE = Path(__file__).resolve().parent
+sys.path += sorted({str(file.parent) for file in HERE.glob("nano*/**/test_*.py")})
+
+from pool import WorkerPool  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -201,7 +202,7 @@ def unpickles(house: House) -> Found:
     by whatever name they imported it."""
     found: dict[str, str] = {}
     for module in house.all_modules:
-        if "tests" in module.path.parts:
+        if "tests" in module.path.relative_to(house.root).parts:
             continue
         names = _imported_names(module.tree)
         for node in ast.walk(module.tree):
@@ -276,6 +277,15 @@ def hold(found: Found, exceptions: Mapping[str, str], help: str) -> None:
     assert all(exceptions.values()), "an exception without a reason"
 
 
+def homeless_tests(root: Path) -> list[str]:
+    """Files of tests that lie deeper than a room, or in a folder that is none."""
+    files = [path.relative_to(root) for path in root.glob("tests/nano*/**/test_*.py")]
+    rooms = {Path("tests", *path.relative_to(root).parts) for path in root.glob("nano*/*/")}
+    homes = rooms | {room.parent for room in rooms}
+    homes |= {home / "on_gpu" for home in homes}
+    return sorted(str(file) for file in files if file.parent not in homes)
+
+
 @cache
 def our_house() -> House:
     return House()
@@ -316,6 +326,19 @@ def test_bytes_that_may_run_come_from_our_own_ends_alone() -> None:
 def test_every_op_of_kernels_has_a_caller_in_an_engine() -> None:
     help = "call it from an engine or the trainer, or say in WITHOUT_A_CALLER why it is kept"
     hold(without_a_caller(our_house()), WITHOUT_A_CALLER, help)
+
+
+def test_tests_lie_in_folders_named_as_the_rooms() -> None:
+    """tests/nanorl/envs holds the tests of nanorl/envs; those of the root's files lie at the root.
+    The GPU check runs on_gpu/."""
+    assert not homeless_tests(ROOT)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """They import each other by it (tests/conftest.py)."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    shared = {name for name, count in names.items() if count > 1}
+    assert shared == {"__init__.py", "conftest.py"}
 
 
 def test_functions_take_few_parameters() -> None:
@@ -404,6 +427,15 @@ def test_planted_names_of_files_that_are_not_there_are_found(tmp_path: Path) -> 
         "low/c.py": "README.md",
         "low/gone.py": "low/a.py",
     }
+
+
+def test_planted_tests_of_no_room_are_found(tmp_path: Path) -> None:
+    (tmp_path / "nanolow" / "room").mkdir(parents=True)
+    for name in ("test_a.py", "room/test_b.py", "on_gpu/test_c.py", "gone/test_d.py"):
+        file = tmp_path / "tests" / "nanolow" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert homeless_tests(tmp_path) == ["tests/nanolow/gone/test_d.py"]
 
 
 def test_a_planted_second_class_of_a_name_is_found(tmp_path: Path) -> None:

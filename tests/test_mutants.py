@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import mutants
-from mutations import KINDS, GoneError, Mutation, apply, candidates, draw
+from mutations import KINDS, GoneError, Mutation, apply, candidates, draw, places
 
+LISTS = sorted(mutants.LIST.parent.glob("mutants*.json"))
 SOURCE = '''"""A module's docstring, 1 < 2."""
 
 from typing import TYPE_CHECKING
@@ -117,6 +118,14 @@ def test_the_list_has_sixty_bugs_of_eight_areas_beside_equivalents_with_a_reason
         assert any(Path(row["file"]).match(glob) for glob in area.files)
         for test in mutants.tests_of(mutants.Mutant.of(row)):
             assert (mutants.ROOT / test).is_file(), test
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_every_bug_has_one_place_in_the_code_as_it_is_now(path: Path) -> None:
+    """One whose lines were rewritten is written anew, with the same idea."""
+    bugs = [one.mutation for one in mutants.read_list(path)]
+    found = {one.before: len(places(one, (mutants.ROOT / one.file).read_text())) for one in bugs}
+    assert [before for before, count in found.items() if count != 1] == []
 
 
 def test_the_figures_are_of_the_last_line_on_each_bug(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ for path in sorted(Path("scripts/kernel_bench").glob("*.py")):
 for name in ("bench_kernels", "bench_infer_gpu", "gpu_check", "gpu_parts"):
     import_module(name)
 options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
-sys.exit(pytest.main(["tests/kernels/gpu", "tests/nanoinfer/gpu", *options]))
+sys.exit(pytest.main(["tests/kernels/on_gpu", "tests/nanoinfer/on_gpu", *options]))
 """
 
 
