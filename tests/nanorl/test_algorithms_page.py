@@ -57,7 +57,7 @@ def test_every_recipe_has_a_section_of_all_its_parts() -> None:
 
 def code_of(text: str) -> list[tuple[str, str]]:
     """The (file, function or class) that a section says are its code, below nanorl/."""
-    _, _, said = text.partition("*Code:* ")
+    _, _, said = " ".join(text.split()).partition("*Code:* ")
     places = re.findall(r"((?:`\w+`(?: and )?)+) in \[\w+\.py\]\(\.\./nanorl/([\w/]+)\.py\)", said)
     return [(file, name) for names, file in places for name in re.findall(r"`(\w+)`", names)]
 
