@@ -7,7 +7,12 @@
     print(engine.train_step(samples, sft_loss, num_loss_tokens))   # {"loss": ..., "grad_norm": ...}
 
 Read `engine.py` first, then `model/transformer.py`. Names are imported when they are first used,
-so that a program which only asks for one small module does not wait for PyTorch.
+so that a program which only asks for one small module does not wait for PyTorch. The rooms:
+model/ text/               the dense model; tokenizers and chat templates
+parallel/                  the model and its training, split over processes
+state/ formats/            checkpoints and the folder of a run; how models lie on disks
+architectures/ adapters/   other families, mixtures of experts; LoRA
+heads/ sft/ plan/          values, classes, likeliest tokens; supervised tuning; costs on paper
 """
 
 # ruff: noqa: F401 (these imports are for type checkers; at run time `_HOMES` says where)

@@ -3,8 +3,8 @@
 An actor is an object that somebody else runs: `Scheduler` makes it and hands out a handle, a call
 of a method through the handle gives a `Future` at once, and errors come back with the result. The
 trainer is written against this, so that learner and collector need not know where they are. Three
-back ends keep one contract: `inline` (everything in this process), `local` (a process per actor)
-and `ray` (one or many machines). Start at api.py.
+back ends keep one contract: `inline` (everything in this process), `local` (a process per actor,
+the room local/) and `ray` (one or many machines). Start at api.py.
 """
 
 from nanosched.api import ActorBuilder, Scheduler

@@ -165,7 +165,7 @@ def written(page: str, found: Mapping[str, str]) -> str:
     if missing := sections_missing(page):
         raise ValueError(
             f"docs/algorithms.md has no section for {', '.join(missing)}; write one under the "
-            f"heading '### {missing[0]}': idea, formula, when to use it and when not, source"
+            f"heading '### {missing[0]}': idea, formula, when to use it and when not, source, code"
         )
     for name, text in found.items():
         part = GeneratedPart(name, "algorithms_page.py")

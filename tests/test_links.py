@@ -1,4 +1,5 @@
-"""Links in the pages: every file and heading that one names is there; llms.txt has all pages."""
+"""Links in the pages: every file and heading that one names is there; llms.txt has all pages, and
+prose is not wider than an editor."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"^<!-- [^\n]*: scripts/.*?^<!-- end -->", re.MULTILINE | re.DOTALL)
+UNBREAKABLE = re.compile(r"`[^`]*`|\[(?:[^\]\[]|\[[^\]]*\])*\]\([^)\s]*\)")
+"""A span of code or a link, in which a line of prose is not broken."""
+MOST_COLUMNS = 130
+DIARIES = {ROOT / "docs" / "log.md", ROOT / "CHANGELOG.md"}  # what is past is not rewritten
 
 
 def text_of(page: Path) -> str:
@@ -71,6 +77,35 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page.write_text(f"{there}{gone}`[h](code.md)`\n```\n[i](code.md)\n```\n")
     assert broken(page, tmp_path) == re.findall(r"\((.*?)\)", gone)
     assert slug("Your `nanorl check`: before [it](x.md)?") == "your-nanorl-check-before-it"
+
+
+def wide(text: str) -> list[str]:
+    """The lines of prose that could be broken and are too wide. Tables, code, headings and what a
+    script writes may be as wide as they are."""
+    lines = GENERATED.sub("", FENCED.sub("", text)).splitlines()
+    prose = [one.strip() for one in lines if not one.lstrip().startswith(("|", "#"))]
+    too_wide = [one for one in prose if len(one) > MOST_COLUMNS]
+    return [one for one in too_wide if " " in UNBREAKABLE.sub("x", one)]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [one for one in PAGES if one.suffix == ".md" and one not in DIARIES],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_no_line_of_prose_is_wider_than_an_editor(page: Path) -> None:
+    assert not wide(page.read_text("utf-8"))
+
+
+def test_a_wide_line_is_found() -> None:
+    long = "word " * 30
+    link = f"[{long}](https://example.org/{'x' * 130})"
+    free = f"| {long} |\n# {long}\n```\n{long}\n```\n{link}\n"
+    made = f"<!-- size: scripts/book.py -->\n\n{long}\n\n<!-- end -->\n"
+    assert wide(f"{free}{made}short\n- {long}\n{link} {long}\n") == [
+        f"- {long}".strip(),
+        f"{link} {long}".strip(),
+    ]
 
 
 def test_llms_txt_has_every_page_once_with_a_line_about_it() -> None:

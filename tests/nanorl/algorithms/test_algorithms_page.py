@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,8 +45,42 @@ def test_every_recipe_has_a_section_of_all_its_parts() -> None:
     assert not missing, f"write '### {missing[0]}' in docs/algorithms.md; missing: {missing}"
     for name in RECIPES:
         own = section(name)
-        for part in ("```text\n", "- **Use it when** ", "- **Not when** ", "- *Source:* "):
+        for part in (
+            "```text\n",
+            "- **Use it when** ",
+            "- **Not when** ",
+            "- *Source:* ",
+            "*Code:* ",
+        ):
             assert part in own, f"docs/algorithms.md, section {name}: no {part.strip()!r}"
+
+
+def code_of(text: str) -> list[tuple[str, str]]:
+    """The (file, function or class) that a section says are its code, below nanorl/."""
+    _, _, said = " ".join(text.split()).partition("*Code:* ")
+    places = re.findall(r"((?:`\w+`(?: and )?)+) in \[\w+\.py\]\(\.\./nanorl/([\w/]+)\.py\)", said)
+    return [(file, name) for names, file in places for name in re.findall(r"`(\w+)`", names)]
+
+
+def defined(file: str, name: str) -> bool:
+    own = getattr(import_module(f"nanorl.{file.replace('/', '.')}"), name, None)
+    return getattr(own, "__module__", None) == f"nanorl.{file.replace('/', '.')}"
+
+
+def test_every_recipe_names_its_code_and_the_code_is_there() -> None:
+    named = {name: code_of(section(name)) for name in RECIPES}
+    assert not [name for name, places in named.items() if not places]
+    gone = {place for places in named.values() for place in places if not defined(*place)}
+    assert not gone, f"docs/algorithms.md names code that is not there: {gone}"
+    assert ("algorithms/losses", "gspo_ratio") in named["gspo"]
+
+
+def test_code_that_is_not_there_is_noticed() -> None:
+    said = "*Code:* `gspo` and `gone` in [losses.py](../nanorl/algorithms/losses.py)."
+    wanted = [("algorithms/losses", "gspo"), ("algorithms/losses", "gone")]
+    assert code_of(said) == wanted
+    assert [defined(*place) for place in wanted] == [True, False]
+    assert not defined("algorithms/losses", "clipped"), "it is another file's"
 
 
 def test_the_page_is_what_specs_and_benchmarks_say() -> None:
