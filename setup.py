@@ -32,6 +32,7 @@ PACKAGES = [
     "nanoinfer.chat",
     "nanoinfer.dialects",
     "nanoinfer.gpu",
+    "nanoinfer.http",
     "nanoinfer.options",
     "nanoinfer.server",
     "nanoinfer.variants",

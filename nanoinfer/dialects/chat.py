@@ -17,15 +17,16 @@ from nanoinfer.dialects.exchange import (
     ApiToolCall,
     Json,
     ServerEvent,
-    bearer_key,
     forced_tool,
     given_fields,
 )
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_key import bearer_key
+from nanoinfer.http.http_io import read_json_body
+from nanoinfer.http.strict_body import Refused
 from nanoinfer.server.harmless import CHAT_REFUSED
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs, reasoning_json
-from nanoinfer.server.strict_body import Refused
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from nanoengine.text.chat_template import Message
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Grammar, Output
-from nanoinfer.server.http_io import ApiError
 
 Json = dict[str, Any]
 
@@ -171,12 +171,6 @@ def forced_tool(tools: Sequence[Json], name: str | None) -> str:
 def given_fields(body: Json, names: Sequence[str]) -> Json:
     """Those of `names` that a body gives; a null is a field left out."""
     return {name: body[name] for name in names if body.get(name) is not None}
-
-
-def bearer_key(headers: Mapping[str, str]) -> str:
-    """The key of an `Authorization: Bearer KEY`; empty without one."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
 
 
 @dataclass(frozen=True, kw_only=True)

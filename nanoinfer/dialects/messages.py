@@ -36,18 +36,19 @@ from nanoinfer.dialects.exchange import (
     Json,
     ServerEvent,
     assistant_message,
-    bearer_key,
     forced_tool,
     given_fields,
     read_arguments,
 )
 from nanoinfer.dialects.foreign_tools import ForeignTool
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_key import bearer_key
+from nanoinfer.http.http_io import read_json_body
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES
 from nanoinfer.server.harmless import HARMLESS
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.media import MediaPart, refuse_media
-from nanoinfer.server.strict_body import Refused, StrictBody
 from nanoinfer.server.template_fields import Effort, Thinking, thinking_variables
 
 DECIDED = ("temperature", "top_p", "top_k")

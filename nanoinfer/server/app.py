@@ -41,26 +41,26 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
-from nanoinfer.llm import LLM
-from nanoinfer.options.streams import StreamChunk
-from nanoinfer.params import SamplingParams
-from nanoinfer.server.about_routes import AboutRoutes
-from nanoinfer.server.access import Access, read_key, require_key
-from nanoinfer.server.completions import CompletionJob, Completions
-from nanoinfer.server.config import HttpLimits, ServerConfig
-from nanoinfer.server.control import Control, PauseMode
-from nanoinfer.server.dialect_routes import DialectRoutes
-from nanoinfer.server.http_io import (
+from nanoinfer.http.api_error import ApiError, HungUpError, user_errors
+from nanoinfer.http.api_key import read_key
+from nanoinfer.http.http_io import (
     SHOWN_BYTES,
-    ApiError,
     Handler,
-    HungUpError,
     in_proportion,
     read_body,
     read_json_body,
     read_object,
-    user_errors,
 )
+from nanoinfer.http.listening import require_key
+from nanoinfer.llm import LLM
+from nanoinfer.options.streams import StreamChunk
+from nanoinfer.params import SamplingParams
+from nanoinfer.server.about_routes import AboutRoutes
+from nanoinfer.server.access import Access
+from nanoinfer.server.completions import CompletionJob, Completions
+from nanoinfer.server.config import CompletionLimits, ServerConfig
+from nanoinfer.server.control import Control, PauseMode
+from nanoinfer.server.dialect_routes import DialectRoutes
 from nanoinfer.server.page import PageAbout, about_response, page_response
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.prompt_bound import PromptBound
@@ -145,7 +145,7 @@ class HttpApp:
         tokenizer: ChatTokenizer,
         *,
         model_name: str,
-        limits: HttpLimits,
+        limits: CompletionLimits,
         access: Access,
         weights_root: Path | None = None,
         folder: Path | None = None,

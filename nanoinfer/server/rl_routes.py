@@ -22,16 +22,10 @@ from pydantic import BaseModel, Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from nanoinfer.server.config import HttpLimits
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import Handler, in_proportion, parse_object, read_bytes, read_json_body
+from nanoinfer.http.limits import HttpLimits
 from nanoinfer.server.control import Control, PauseMode
-from nanoinfer.server.http_io import (
-    ApiError,
-    Handler,
-    in_proportion,
-    parse_object,
-    read_bytes,
-    read_json_body,
-)
 from nanoinfer.server.requests import StrictBody
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -16,15 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nanoinfer.chat.form import ChatForm
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import (
-    ApiError,
-    in_proportion,
-    read_body,
-    read_json_body,
-    read_object,
-    user_errors,
-)
+from nanoinfer.http.api_error import ApiError, user_errors
+from nanoinfer.http.http_io import in_proportion, read_body, read_json_body, read_object
+from nanoinfer.http.limits import HttpLimits
 from nanoinfer.server.requests import ChatMessage, OfferedTool, StrictBody
 from nanoinfer.server.served_model import ServedModel
 

@@ -24,7 +24,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import uvicorn
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,11 +31,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.server.access import is_foreign_page, is_loopback, require_key
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
-from nanoinfer.server.listening import listen
+from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.callers import check_key, check_keyless
+from nanoinfer.http.http_io import read_body
+from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.listening import listen, require_key, url_of
+from nanoinfer.http.serving import ServerInLoop
 from nanorl.envs.base import Environment
 from nanorl.envs.env_kind import TaskSet
 from nanorl.envs.remote.wire import (
@@ -116,30 +116,16 @@ class EnvServer:
         network without a key, or where it cannot listen."""
         require_key(host, has_key=bool(self._api_key))
         listener = listen(host, port)
-        http = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
-        server = _Server(
-            uvicorn.Config(
-                self.starlette(),
-                http=limited_connection(http),
-                ws="none",
-                lifespan="off",
-                log_config=None,  # it would set up logging for the whole process
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        limits = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
+        server = ServerInLoop(self.starlette(), limits, listener)
         expiring = asyncio.create_task(self._expire())
         try:
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.01)
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{listener.getsockname()[1]}"
+            await server.begin()
+            yield url_of(listener, host)
         finally:
             expiring.cancel()
-            server.should_exit = server.force_exit = True
-            await asyncio.gather(serving, expiring, return_exceptions=True)
-            listener.close()
+            await server.end(at_once=True)
+            await asyncio.gather(expiring, return_exceptions=True)
             for name in list(self._episodes):
                 await self._end(name)
 
@@ -173,11 +159,9 @@ class EnvServer:
 
     def _check(self, request: Request) -> None:
         if self._api_key:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-                raise ApiError(401, "wrong or missing API key; send Authorization: Bearer KEY")
-        elif is_foreign_page(request) or not is_loopback(request.url.hostname or ""):
-            raise ApiError(403, "a web page's request; start the server with --api-key-file")
+            check_key(request, [self._api_key])
+        else:
+            check_keyless(request)
 
     # -- the routes ------------------------------------------------------------------------------
 
@@ -321,14 +305,6 @@ class EnvServer:
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         return await read_body(request, kind, self._limits.max_body_bytes, self._limits.call_s)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process' signals to whoever runs the loop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
 
 
 async def _let_go(env: Environment) -> None:

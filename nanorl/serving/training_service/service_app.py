@@ -27,15 +27,9 @@ from starlette.routing import Route
 
 from nanoengine.parallel.device import worker_thread
 from nanoengine.state.tensor_file import CheckpointError
-from nanoinfer.server.access import require_key
-from nanoinfer.server.http_io import (
-    ApiError,
-    HungUpError,
-    read_body,
-    read_bytes,
-    read_json_body,
-    read_object,
-)
+from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.http_io import read_body, read_bytes, read_json_body, read_object
+from nanoinfer.http.listening import require_key
 from nanorl.serving.training_service import service_requests as bodies
 from nanorl.serving.training_service.base_model import TrainableBase
 from nanorl.serving.training_service.checkpoints import TinkerPath, make_root
