@@ -19,7 +19,6 @@ from nanoinfer.http.strict_body import explained
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Emit = Callable[[Any], Awaitable[None]]
-Handler = Callable[[Request], Awaitable[Response]]
 LARGE_BYTES = 1 << 14
 """What is smaller is worked on in less time than a thread takes to begin under load."""
 SHOWN_BYTES = 64

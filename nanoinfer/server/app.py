@@ -32,7 +32,6 @@ from typing import Any, cast, get_args
 
 import torch
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -45,13 +44,13 @@ from nanoinfer.http.api_error import ApiError, HungUpError, user_errors
 from nanoinfer.http.api_key import read_key
 from nanoinfer.http.http_io import (
     SHOWN_BYTES,
-    Handler,
     in_proportion,
     read_body,
     read_json_body,
     read_object,
 )
 from nanoinfer.http.listening import require_key
+from nanoinfer.http.routes import Handler, application, failure, known_error
 from nanoinfer.llm import LLM
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import SamplingParams
@@ -211,7 +210,7 @@ class HttpApp:
             self._route(path, ["POST"], handler, told=told)
             for path, handler, told in agents.routes()
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     # Around every route
 
@@ -245,13 +244,8 @@ class HttpApp:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, HungUpError):
-            self.metrics.num_hang_ups += 1
-            return ApiError(499, "the client hung up")
-        LOG.error("a request failed", exc_info=error)
-        return ApiError(500, f"the engine failed: {type(error).__name__}: {error}")
+        self.metrics.num_hang_ups += isinstance(error, HungUpError)
+        return known_error(error) or failure(error, LOG, "the engine")
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
         return await read_body(
@@ -481,10 +475,3 @@ class HttpApp:
         if adapter:
             card["parent"] = self._model_name
         return card | {"max_model_len": self.client.engine.room(0)}
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()

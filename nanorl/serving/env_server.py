@@ -26,16 +26,16 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.callers import check_key, check_keyless
 from nanoinfer.http.http_io import read_body
 from nanoinfer.http.limits import HttpLimits
 from nanoinfer.http.listening import listen, require_key, url_of
+from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.envs.base import Environment
 from nanorl.envs.env_kind import TaskSet
@@ -143,7 +143,7 @@ class EnvServer:
             Route(path, self._guarded(handler), methods=[method])
             for (method, path), handler in handlers.items()
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -153,7 +153,10 @@ class EnvServer:
                     reply = await handler(request)
                 return Response(reply.model_dump_json(), media_type="application/json")
             except Exception as error:  # a process boundary
-                return _explained(error, self._limits.call_s).response()
+                if isinstance(error, TimeoutError):
+                    error = ApiError(504, f"not finished within {self._limits.call_s:g} s")
+                known = known_error(error, {InfrastructureError: 503})
+                return (known or failure(error, LOG, "the environment")).response()
 
         return endpoint
 
@@ -316,29 +319,8 @@ async def _let_go(env: Environment) -> None:
         LOG.warning("closing an episode: %s: %s", type(error).__name__, error)
 
 
-def _explained(error: Exception, call_s: float) -> ApiError:
-    """Turn an error into what the client is told."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, TimeoutError):
-        return ApiError(504, f"not finished within {call_s:g} s")
-    if isinstance(error, InfrastructureError):
-        return ApiError(503, str(error))
-    LOG.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__}: {error}")
-
-
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ApiError(400, f"{name}: must be a natural number, not {text[:80]!r}", name)
     return int(text)
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()

@@ -30,14 +30,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
 from nanoinfer.dialects.sse import event_stream
-from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import (
     SHOWN_BYTES,
     in_proportion,
@@ -47,6 +46,7 @@ from nanoinfer.http.http_io import (
 )
 from nanoinfer.http.limits import HttpLimits
 from nanoinfer.http.listening import listen, url_of
+from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.endpoint.report import EpisodeReport, ReportRules, read_report
@@ -197,10 +197,7 @@ class RecordingServer:
             Route("/v1/models", self._answering(first, self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._answering(first, self._models), methods=["GET"]),
         ]
-        return Starlette(
-            routes=[*routes, Mount("/{key}", routes=routes)],
-            exception_handlers={HTTPException: _no_route},
-        )
+        return application([*routes, Mount("/{key}", routes=routes)])
 
     def _answering(self, dialect: Dialect, work: Work) -> Callable[[Request], Awaitable[Response]]:
         """A route whose errors are told in the dialect's own form."""
@@ -324,17 +321,5 @@ def _no_episode() -> ApiError:
 
 def _told(error: Exception) -> ApiError:
     """The error that the client is told; one that is not its doing is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    LOG.error("a call failed", exc_info=error)
     status = 503 if isinstance(error, InfrastructureError) else 500
-    return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()
+    return known_error(error) or failure(error, LOG, "the engine", status)

@@ -41,6 +41,7 @@ from nanoinfer.http.callers import check_host, check_key
 from nanoinfer.http.connection import server_config
 from nanoinfer.http.limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
+from nanoinfer.http.page_headers import page_headers
 from nanorl.inspection.viewer.overview import comparison_html, overview_html
 from nanorl.inspection.viewer.pages import (
     RolloutPlace,
@@ -55,17 +56,7 @@ from nanorl.inspection.viewer.runs import ViewedRun
 from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.store import StoreError
 
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
-        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-        " require-trusted-types-for 'script'; trusted-types 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+HEADERS = page_headers(script="'self'", style="'self'")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 _CLOSE_S = 1
 MOST_CONNECTIONS = 128

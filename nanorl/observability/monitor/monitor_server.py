@@ -22,7 +22,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,17 @@ from urllib.parse import urlsplit
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.api_key import read_key
 from nanoinfer.http.callers import check_host, check_key
 from nanoinfer.http.http_io import read_body
 from nanoinfer.http.limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
+from nanoinfer.http.routes import Handler, application, known_error
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.observability.monitor.board import RunBoard
 from nanorl.observability.monitor.exposition import make_registry
@@ -54,7 +54,6 @@ from nanorl.options.monitor_config import MonitorConfig
 LOG = logging.getLogger("nanorl.observability.monitor")
 _LIMITS = HttpLimits(max_body_bytes=1 << 16, max_connections=128)
 _CLOSE_S = 2  # a client that still reads when the run ends has so long
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ScaleBody(BaseModel):
@@ -116,7 +115,7 @@ class MonitorServer:
             self._route("/replicas", self._add, "POST"),
             self._route("/replicas/{name:path}", self._remove, "DELETE"),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     def _route(self, path: str, handler: Handler, method: str, *, is_control: bool = True) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -138,12 +137,8 @@ class MonitorServer:
     def _explained(self, error: Exception) -> ApiError:
         """The error that the client is told. Only a `ValueError` is its own doing. A defect is
         logged once, because whoever scrapes comes back every few seconds."""
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, HungUpError):
-            return ApiError(499, "the client hung up")
-        if isinstance(error, ValueError):
-            return ApiError(400, str(error))
+        if known := known_error(error, {ValueError: 400}):
+            return known
         if isinstance(error, OSError):
             return ApiError(502, f"no answer from there: {error}")
         defect = f"{type(error).__name__}: {error}"
@@ -222,11 +217,3 @@ def _check_address(address: str) -> None:
         raise ApiError(
             400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
         )
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, message).response()
-    response.headers.update(error.headers or {})
-    return response

@@ -14,22 +14,22 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanoengine.parallel.device import worker_thread
 from nanoengine.state.tensor_file import CheckpointError
-from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import read_body, read_bytes, read_json_body, read_object
 from nanoinfer.http.listening import require_key
+from nanoinfer.http.routes import Handler, application, failure, known_error
 from nanorl.serving.training_service import service_requests as bodies
 from nanorl.serving.training_service.base_model import TrainableBase
 from nanorl.serving.training_service.checkpoints import TinkerPath, make_root
@@ -43,7 +43,6 @@ from nanorl.serving.training_service.shared_base import SharedBase
 LOG = logging.getLogger("nanorl.serving.training_service")
 BODY_TIMEOUT_S = 60.0
 
-Handler = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -106,7 +105,7 @@ class ServiceApp:
         routes += [self._route("POST", path, handler) for path, handler in post.items()]
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
         routes.append(self._route("DELETE", one, self.delete_checkpoint))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes, hint="; not a verb of this service")
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -116,7 +115,8 @@ class ServiceApp:
                     request.state.service = self._clients.service_of(key)
                 return await handler(request)
             except Exception as error:
-                return _to_api_error(error).response()
+                known = known_error(error, {CheckpointError: 404, ValueError: 400})
+                return (known or failure(error, LOG, "the service")).response()
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
@@ -280,23 +280,3 @@ async def _read_raw(request: Request, max_bytes: int) -> bytes:
     if request.headers.get("content-type") != "application/x-protobuf":
         raise ApiError(400, "forward_backward: the body must be application/x-protobuf")
     return await read_bytes(request, max_bytes, BODY_TIMEOUT_S)
-
-
-def _to_api_error(error: Exception) -> ApiError:
-    """Turn an error into what the client is told. What is not its doing is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, CheckpointError):
-        return ApiError(404, str(error))
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    LOG.error("a request failed", exc_info=error)
-    return ApiError(500, f"the service failed: {type(error).__name__}: {error}")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    message = f"{request.method} {request.url.path}: {error.detail}; not a verb of this service"
-    return ApiError(error.status_code, message).response()
