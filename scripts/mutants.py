@@ -185,7 +185,7 @@ AREAS |= {
         ),
     ),
     "serving": Area(
-        files=("nanoinfer/server/*.py",),
+        files=("nanoinfer/server/*.py", "nanoinfer/http/*.py"),
         tests=(
             *("../nanoinfer/test_server", "../nanoinfer/test_client_bodies"),
             *("../nanoinfer/test_body_answers", "../nanoinfer/test_client_fields"),
@@ -196,6 +196,7 @@ AREAS |= {
             *("../nanoinfer/test_request_fields_page", "../nanoinfer/test_chat_page"),
             *("../nanoinfer/test_server_fuzz", "../nanoinfer/test_listening", "test_monitor"),
             *("test_endpoint_flood", "test_http_replica", "../nanoinfer/test_llm"),
+            *("../nanoinfer/test_http_client", "test_env_server"),
         ),
     ),
     "folders": Area(

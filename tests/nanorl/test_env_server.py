@@ -310,7 +310,7 @@ def test_requests_that_cannot_be_are_refused_with_the_field() -> None:
 
 SAID = {
     "hang": "took longer than 0.5 s|Timeout",
-    "hang up": "RemoteProtocolError|ReadError",
+    "hang up": "RemoteDisconnected",
     "flood": "more than 1048576 bytes",
     "garbage": "talks nonsense",
     "500": "answers 500",

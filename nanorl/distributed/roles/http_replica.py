@@ -7,13 +7,12 @@ It has the calls of a `Replica` that a run needs, so whoever drives replicas dri
 call is a connection of its own on the running event loop; closing that aborts the request there.
 Weights reach the server through a folder below its --weights-root: the `disk` transport, in full.
 
-Left out: starting and ending the server, proxies that answer in chunks, and a server that hangs
+Left out: starting and ending the server, and a server that hangs
 while it keeps its connections: that is found out after `timeout_s`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -21,6 +20,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from nanoinfer.http.http_client import HttpClient, NoReplyError
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 from nanorl.bounds import check_number
@@ -151,33 +151,12 @@ class HttpReplica:
 
     async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
         """(status, body) of one answer. `ReplicaLost` if there is none."""
+        client = HttpClient(address=self.url, key=self.api_key, timeout_s=self.timeout_s)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return await self._exchange(path, payload, method)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-
-    async def _exchange(self, path: str, payload: bytes, method: str) -> tuple[int, bytes]:
-        """(status, body) over a connection of its own."""
-        parts = urlsplit(self.url)
-        is_tls = parts.scheme == "https"
-        port = parts.port or (443 if is_tls else 80)
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
-        try:
-            lines = [
-                f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
-                f"Host: {parts.netloc}",
-                "Content-Type: application/json",
-                f"Content-Length: {len(payload)}",
-                "Connection: close",
-            ]
-            if self.api_key is not None:
-                lines.append(f"Authorization: Bearer {self.api_key}")
-            writer.write("\r\n".join([*lines, "", ""]).encode() + payload)
-            await writer.drain()
-            first, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-            headers = {line.split(":")[0].lower(): line.split(":")[-1] for line in fields if line}
-            body = await reader.readexactly(int(headers.get("content-length", "")))
-            return int(first.split()[1]), body
-        finally:
-            writer.close()
+            reply = await client.ask(method, path, payload)
+        except TimeoutError as error:
+            limit = f"{self.timeout_s:g} s"
+            raise ReplicaLost(f"{self.url}{path}: no answer within {limit}") from error
+        except NoReplyError as error:
+            raise ReplicaLost(f"{self.url}{path}: {error}") from error
+        return reply.status, reply.body
