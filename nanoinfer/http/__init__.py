@@ -10,6 +10,7 @@ http_io.py        bodies within limits, event streams, hang-ups; strict_body.py 
 api_error.py      errors that clients are told
 routes.py         handlers under their paths, whose errors are told
 page_headers.py   the headers of a page that runs its own files alone
+scrape.py         metrics as Prometheus reads them
 http_client.py    the client: one request over one connection, within limits, without packages
 
 The first five need no package, nor does the client; the others need the extra `serve`. The servers:

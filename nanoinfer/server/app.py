@@ -51,6 +51,7 @@ from nanoinfer.http.http_io import (
 )
 from nanoinfer.http.listening import require_key
 from nanoinfer.http.routes import Handler, application, failure, known_error
+from nanoinfer.http.scrape import scraped
 from nanoinfer.llm import LLM
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import SamplingParams
@@ -61,7 +62,7 @@ from nanoinfer.server.config import CompletionLimits, ServerConfig
 from nanoinfer.server.control import Control, PauseMode
 from nanoinfer.server.dialect_routes import DialectRoutes
 from nanoinfer.server.page import PageAbout, about_response, page_response
-from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
+from nanoinfer.server.prometheus import HttpMetrics
 from nanoinfer.server.prompt_bound import PromptBound
 from nanoinfer.server.requests import (
     Abort,
@@ -150,7 +151,7 @@ class HttpApp:
         folder: Path | None = None,
     ) -> None:
         self.client = client
-        self.metrics = HttpMetrics()
+        self.metrics = HttpMetrics(client.metrics)
         self._completions = Completions(client, limits, self.metrics)
         self._tokenizer = tokenizer
         self._forms = ChatForms(tokenizer)
@@ -234,7 +235,7 @@ class HttpApp:
             except Exception as error:
                 shown = self._error(error)
                 response = JSONResponse(told(shown), shown.status, shown.headers)
-            self.metrics.responses[path, response.status_code] += 1
+            self.metrics.responses.labels(path, response.status_code).inc()
             self.metrics.request_s.observe(time.perf_counter() - start)
             return response
 
@@ -244,7 +245,8 @@ class HttpApp:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        self.metrics.num_hang_ups += isinstance(error, HungUpError)
+        if isinstance(error, HungUpError):
+            self.metrics.hang_ups.inc()
         return known_error(error) or failure(error, LOG, "the engine")
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
@@ -458,8 +460,8 @@ class HttpApp:
     async def heartbeat(self, _: Request) -> Response:
         return JSONResponse(await self.client.beat())
 
-    async def scrape(self, _: Request) -> Response:
-        return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
+    async def scrape(self, request: Request) -> Response:
+        return scraped(request, self.metrics.registry)
 
     async def models(self, _: Request) -> Response:
         names = ["", *self.client.engine.adapters]

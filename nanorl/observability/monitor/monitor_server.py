@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -42,6 +41,7 @@ from nanoinfer.http.http_io import read_body
 from nanoinfer.http.limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
 from nanoinfer.http.routes import Handler, application, known_error
+from nanoinfer.http.scrape import scraped
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.observability.monitor.board import RunBoard
 from nanorl.observability.monitor.exposition import make_registry
@@ -153,8 +153,7 @@ class MonitorServer:
     # Reading
 
     async def _metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        return scraped(request, self._registry)
 
     async def _status(self, _: Request) -> Response:
         return JSONResponse(self._state())
