@@ -2,7 +2,7 @@
 client that asks them.
 
 listening.py      the socket, its address, and who may be on the network without a key
-connection.py     one connection: how many there may be, how long each may take (limits.py)
+connection.py     one connection: how many there may be, how long each may take (http_limits.py)
 serving.py        a server as a program of its own, and as a task of somebody else's event loop
 api_key.py        keys: their files, and the headers that carry them
 callers.py        whether a request may be answered: its key, its page, its host

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from nanoinfer.http.connection import server_config
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import url_at
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoinfer.config import InferConfig
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from nanoinfer.dialects.spoken_reply import SpokenReply
 from nanoinfer.dialects.sse import NamedEventStream
 from nanoinfer.http.api_error import ApiError, user_errors
 from nanoinfer.http.http_io import SHOWN_BYTES, Emit, in_proportion, parse_object, read_bytes
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.routes import Handler
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.server.completions import CompletionJob, Completions

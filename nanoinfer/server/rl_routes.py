@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import in_proportion, parse_object, read_bytes, read_json_body
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.routes import Handler
 from nanoinfer.server.control import Control, PauseMode
 from nanoinfer.server.requests import StrictBody

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.http.api_error import ApiError, user_errors
 from nanoinfer.http.http_io import in_proportion, read_body, read_json_body, read_object
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.server.requests import ChatMessage, OfferedTool, StrictBody
 from nanoinfer.server.served_model import ServedModel
 

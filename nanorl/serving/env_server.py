@@ -33,7 +33,7 @@ from starlette.routing import Route
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.callers import check_key, check_keyless
 from nanoinfer.http.http_io import read_body
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import listen, require_key, url_of
 from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop
@@ -101,7 +101,7 @@ class EnvServer:
     """Routes over the environment of a kit, which stays the caller's to close."""
 
     def __init__(
-        self, kit: AgentKit, limits: ServeLimits, api_key: str = "", *, secret: bytes = b""
+        self, kit: AgentKit, limits: ServeLimits, api_key: str | None = None, *, secret: bytes = b""
     ) -> None:
         """`secret` seals the tasks; one that is kept lets clients go on after a restart."""
         self._kit, self._limits, self._api_key = kit, limits, api_key

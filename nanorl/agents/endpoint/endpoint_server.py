@@ -44,7 +44,7 @@ from nanoinfer.http.http_io import (
     read_bytes,
     while_connected,
 )
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import listen, url_of
 from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop

@@ -39,7 +39,7 @@ from starlette.routing import Route
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.callers import check_host, check_key
 from nanoinfer.http.connection import server_config
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
 from nanoinfer.http.page_headers import page_headers
 from nanorl.inspection.viewer.overview import comparison_html, overview_html

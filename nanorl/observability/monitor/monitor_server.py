@@ -38,7 +38,7 @@ from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.api_key import read_key
 from nanoinfer.http.callers import check_host, check_key
 from nanoinfer.http.http_io import read_body
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
 from nanoinfer.http.routes import Handler, application, known_error
 from nanoinfer.http.scrape import scraped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from nanoinfer.http.connection import server_config
-from nanoinfer.http.limits import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import bind, require_key
 from nanoinfer.http.serving import ProgramServer
 from nanorl.serving.training_service.keys import OWN_FILE
