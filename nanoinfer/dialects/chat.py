@@ -7,7 +7,7 @@ images and audio.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects.exchange import (
@@ -21,7 +21,6 @@ from nanoinfer.dialects.exchange import (
     given_fields,
 )
 from nanoinfer.http.api_error import ApiError
-from nanoinfer.http.api_key import bearer_key
 from nanoinfer.http.http_io import read_json_body
 from nanoinfer.http.strict_body import Refused
 from nanoinfer.server.harmless import CHAT_REFUSED
@@ -66,9 +65,6 @@ class ChatDialect:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, RecordedChat)

@@ -232,10 +232,6 @@ class Dialect(Protocol):
         """The path at which it is served, behind the episode's base URL: "/v1/chat/completions"."""
         ...
 
-    def key(self, headers: Mapping[str, str]) -> str:
-        """The API key of a request; empty without one. Names of headers are lower-case."""
-        ...
-
     def read(self, body: Json) -> ApiCall:
         """The call. ApiError 400 names the field that cannot be, and what can."""
         ...

@@ -14,7 +14,7 @@ go on from a half-written one (prefill); log-probs, which this API does not have
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -42,7 +42,6 @@ from nanoinfer.dialects.exchange import (
 )
 from nanoinfer.dialects.foreign_tools import ForeignTool
 from nanoinfer.http.api_error import ApiError
-from nanoinfer.http.api_key import bearer_key
 from nanoinfer.http.http_io import read_json_body
 from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
@@ -318,9 +317,6 @@ class MessageRequest(Prompt):
 class MessagesDialect:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return headers.get("x-api-key", "").strip() or bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, MessageRequest)

@@ -50,7 +50,6 @@ from nanoinfer.dialects.foreign_tools import (
     freeform_text,
 )
 from nanoinfer.http.api_error import ApiError
-from nanoinfer.http.api_key import bearer_key
 from nanoinfer.http.http_io import read_json_body
 from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
@@ -465,9 +464,6 @@ class ResponsesDialect:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, ResponseRequest)

@@ -7,7 +7,7 @@ serving.py        a server as a program of its own, or as a task of a loop that 
 api_key.py        keys: their files, the headers that carry them, how they are compared
 callers.py        whether a request may be answered: its key, its page, its host
 http_io.py        bodies within limits, event streams, hang-ups; strict_body.py tells their faults
-api_error.py      errors that clients are told; routes.py: those of handlers, and of wrong paths
+api_error.py      errors that clients are told, those of wrong paths as well
 page_headers.py   the headers of a page that runs its own files alone
 scrape.py         metrics as Prometheus reads them
 http_client.py    the client: one request over one connection, within limits

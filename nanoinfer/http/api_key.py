@@ -31,18 +31,13 @@ def _raw(text: str) -> bytes:
 
 def given_keys(headers: Mapping[str, str]) -> Iterator[str]:
     """The keys that a request sends, in each of the ways that clients know."""
-    yield bearer_key(headers)
     kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        yield value.strip()
     # A browser that was once given a password sends it with the requests of other pages too.
     if kind.lower() == "basic" and not is_foreign_page(headers):
         yield _password(value)
     yield headers.get("x-api-key", "").strip()
-
-
-def bearer_key(headers: Mapping[str, str]) -> str:
-    """The key of `Authorization: Bearer KEY`; empty without one."""
-    kind, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if kind.lower() == "bearer" else ""
 
 
 def is_foreign_page(headers: Mapping[str, str]) -> bool:

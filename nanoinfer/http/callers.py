@@ -35,14 +35,14 @@ def check_keyless(request: Request, allowed_hosts: Collection[str] | None = None
     of it, where there is such an option."""
     if is_foreign_page(request.headers):
         raise ApiError(403, "a browser's request; start the server with an API key")
-    host = request.url.hostname or ""
-    if not is_loopback(host) and host not in (allowed_hosts or ()):
-        fix = "start it with an API key" if allowed_hosts is None else "add it to allowed_hosts"
-        raise ApiError(403, f"host {host!r} is not this server's; {fix}")
+    fix = "start the server with an API key" if allowed_hosts is None else "add it to allowed_hosts"
+    check_host(request, f"server's; {fix}", allowed_hosts or ())
 
 
-def check_host(request: Request) -> None:
-    """ApiError 403 for a request by another name than this machine's own."""
+def check_host(
+    request: Request, whose: str = "machine's", allowed_hosts: Collection[str] = ()
+) -> None:
+    """ApiError 403 for a request by another name than this machine's own, and those allowed."""
     host = request.url.hostname or ""
-    if not is_loopback(host):
-        raise ApiError(403, f"host {host!r} is not this machine's")
+    if not is_loopback(host) and host not in allowed_hosts:
+        raise ApiError(403, f"host {host!r} is not this {whose}")

@@ -1,6 +1,6 @@
 """`HttpClient`: one request over one connection, with limits of time and size.
 
-    client = HttpClient(address="http://127.0.0.1:8000", key=key, timeout_s=60)
+    client = HttpClient("http://127.0.0.1:8000", key, timeout_s=60)
     reply = await client.ask("POST", "/heartbeat", b"{}")
     reply = client.ask_now("GET", "/health")                 # outside of coroutines
 
@@ -42,7 +42,7 @@ class NoReplyError(ConnectionError):
         self.is_away = is_away
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HttpClient:
     """The way to one server. It can be pickled."""
 
@@ -62,8 +62,9 @@ class HttpClient:
             reader, writer = await self._connect()
             try:
                 writer.write(self._request(method, path, body))
-                received = await self._read(reader)
-                return _parsed(received, method)
+                response = HTTPResponse(cast(Any, _Wire(await self._read(reader))), method=method)
+                response.begin()
+                return HttpReply(response.status, response.reason, response.read())
             except (OSError, ValueError, HTTPException) as error:
                 raise _no_reply(error) from error
             finally:
@@ -101,7 +102,7 @@ class HttpClient:
         connection = HTTPConnection(parts.hostname or "")
         connection.sock = cast(Any, wire)
         connection.request(method, parts.path.rstrip("/") + path, body, headers)
-        return bytes(wire.sent)
+        return wire.getvalue()
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
         """All that comes until the server closes the connection, as it was asked to."""
@@ -114,24 +115,13 @@ class HttpClient:
         return bytes(received)
 
 
-class _Wire:
-    """A socket to http.client: bytes that it sends, and bytes that it is given to read."""
+class _Wire(BytesIO):
+    """A socket to http.client: the bytes that it has written, or those that it may read."""
 
-    def __init__(self, received: bytes = b"") -> None:
-        self.sent = bytearray()
-        self._received = received
-
-    def sendall(self, data: bytes) -> None:
-        self.sent += data
+    sendall = BytesIO.write
 
     def makefile(self, mode: str) -> BytesIO:
-        return BytesIO(self._received)
-
-
-def _parsed(received: bytes, method: str) -> HttpReply:
-    response = HTTPResponse(cast(Any, _Wire(received)), method=method)
-    response.begin()
-    return HttpReply(response.status, response.reason, response.read())
+        return self
 
 
 def _no_reply(error: Exception, *, is_away: bool = False) -> NoReplyError:

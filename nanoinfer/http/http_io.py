@@ -14,10 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.strict_body import explained
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
 Emit = Callable[[Any], Awaitable[None]]
 LARGE_BYTES = 1 << 14
 """What is smaller is worked on in less time than a thread takes to begin under load."""
@@ -25,22 +27,23 @@ SHOWN_BYTES = 64
 """Of a token in an answer, about."""
 
 
-async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
+async def read_body(request: Request, model: type[Body], limits: HttpLimits) -> Body:
     """The JSON body as `model`."""
-    raw = await read_bytes(request, max_bytes, limit_s)
+    raw = await read_bytes(request, limits)
     return await in_proportion(len(raw), lambda: read_json_body(parse_object(raw), model))
 
 
-async def read_object(request: Request, max_bytes: int, limit_s: float) -> dict[str, Any]:
+async def read_object(request: Request, limits: HttpLimits) -> dict[str, Any]:
     """The JSON object of a body."""
-    raw = await read_bytes(request, max_bytes, limit_s)
+    raw = await read_bytes(request, limits)
     return await in_proportion(len(raw), lambda: parse_object(raw))
 
 
-async def read_bytes(request: Request, max_bytes: int, limit_s: float) -> bytes:
-    """A body as it came. ApiError 413 where it is longer than `max_bytes`."""
+async def read_bytes(request: Request, limits: HttpLimits) -> bytes:
+    """A body as it came. ApiError 413 where it is too long, 408 where it took too long."""
+    limit_s = limits.body_timeout_s
     try:
-        raw = await asyncio.wait_for(_read_bytes(request, max_bytes), limit_s)
+        raw = await asyncio.wait_for(_read_bytes(request, limits.max_body_bytes), limit_s)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:

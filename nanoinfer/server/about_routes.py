@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nanoinfer.http.routes import Handler
+from nanoinfer.http.http_io import Handler
 from nanoinfer.server.control import Control
 from nanoinfer.server.served_model import ServedModel
 

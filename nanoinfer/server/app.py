@@ -40,17 +40,24 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
-from nanoinfer.http.api_error import ApiError, HungUpError, user_errors
+from nanoinfer.http.api_error import (
+    ApiError,
+    HungUpError,
+    application,
+    failure,
+    known_error,
+    user_errors,
+)
 from nanoinfer.http.api_key import read_key
 from nanoinfer.http.http_io import (
     SHOWN_BYTES,
+    Handler,
     in_proportion,
     read_body,
     read_json_body,
     read_object,
 )
 from nanoinfer.http.listening import require_key
-from nanoinfer.http.routes import Handler, application, failure, known_error
 from nanoinfer.http.scrape import scraped
 from nanoinfer.llm import LLM
 from nanoinfer.options.streams import StreamChunk
@@ -250,9 +257,7 @@ class HttpApp:
         return known_error(error) or failure(error, LOG, "the engine")
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
-        return await read_body(
-            request, model, self._limits.max_body_bytes, self._limits.body_timeout_s
-        )
+        return await read_body(request, model, self._limits)
 
     # Completions
 
@@ -371,11 +376,10 @@ class HttpApp:
         )
 
     async def generate(self, request: Request) -> Response:
-        limits = self._limits
-        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        given = await read_object(request, self._limits)
         if "ids" not in given and given.keys() & {"input_ids", "text"}:
             asked = read_json_body(given, SglangGenerate)
-            return await self._sglang.answer(request, asked, limits.request_timeout_s)
+            return await self._sglang.answer(request, asked, self._limits.request_timeout_s)
         body = read_json_body(given, Generate)
         name = body.request_id or uuid.uuid4().hex
         with user_errors():
@@ -436,8 +440,7 @@ class HttpApp:
         return JSONResponse({"num_aborted": await self.client.abort(body.request_id)})
 
     async def update_weights(self, request: Request) -> Response:
-        limits = self._limits
-        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        given = await read_object(request, self._limits)
         if "weight_dir" in given:
             dir_body = read_json_body(given, WeightDir)
             await self._control.load_weights(dir_body.weight_dir, None)

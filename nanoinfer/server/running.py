@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from nanoinfer.http.connection import server_config
-from nanoinfer.http.listening import bind, require_key
+from nanoinfer.http.listening import bind
 from nanoinfer.http.serving import ProgramServer
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import ServerConfig
@@ -18,7 +18,6 @@ from nanoinfer.server.page import PageAbout
 def run_server(config: ServerConfig, about: PageAbout | None = None) -> None:
     """Serve until Ctrl-C; `about` is for the page. `ValueError` for options that cannot be, before
     anything is loaded."""
-    require_key(config.host, has_key=config.has_key)
     with bind(config.host, config.port) as listener:
         app = make_app(config)
         if about is not None:

@@ -72,7 +72,7 @@ def _request(
 ) -> dict[str, Any]:
     """The run's answer. `ValueError` with its message if it refuses, or is not there."""
     access = MonitorAccess.read(run)
-    client = HttpClient(address=access.url, key=access.token, timeout_s=limit_s)
+    client = HttpClient(access.url, access.token, limit_s)
     try:
         reply = client.ask_now(method, path, None if body is None else json.dumps(body).encode())
     except TimeoutError:

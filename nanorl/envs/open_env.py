@@ -79,9 +79,8 @@ class OpenEnvText(Env):
         """The field of an action that takes the policy's text, or "json": by what the server says
         of its actions. ValueError where it has no such field, or does not answer."""
         try:
-            limits: dict[str, Any] = {"timeout_s": self._timeout_s, "max_bytes": MAX_BYTES}
-            reply = HttpClient(address=self.address, **limits).ask_now("GET", "/schema")
-            schema = json.loads(reply.body)["action"]
+            client = HttpClient(self.address, None, self._timeout_s, MAX_BYTES)
+            schema = json.loads(client.ask_now("GET", "/schema").body)["action"]
             fields = [name for name in schema["properties"] if name != "metadata"]
             needed = list(schema.get("required", fields))
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -30,12 +30,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
 from nanoinfer.http.callers import check_key, check_keyless
 from nanoinfer.http.http_io import read_body
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import listen, require_key, url_of
-from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.envs.base import Environment
 from nanorl.envs.env_kind import TaskSet
@@ -105,6 +104,7 @@ class EnvServer:
     ) -> None:
         """`secret` seals the tasks; one that is kept lets clients go on after a restart."""
         self._kit, self._limits, self._api_key = kit, limits, api_key
+        self._http = HttpLimits(max_body_bytes=limits.max_body_bytes, body_timeout_s=limits.call_s)
         self._secret = secret or secrets.token_bytes(32)
         self._episodes: dict[str, _Held] = {}
         self._num_opening = 0
@@ -116,8 +116,7 @@ class EnvServer:
         network without a key, or where it cannot listen."""
         require_key(host, has_key=bool(self._api_key))
         listener = listen(host, port)
-        limits = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
-        server = ServerInLoop(self.starlette(), limits, listener)
+        server = ServerInLoop(self.starlette(), self._http, listener)
         expiring = asyncio.create_task(self._expire())
         try:
             await server.begin()
@@ -307,7 +306,7 @@ class EnvServer:
         return self._task_sets[seed]
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
-        return await read_body(request, kind, self._limits.max_body_bytes, self._limits.call_s)
+        return await read_body(request, kind, self._http)
 
 
 async def _let_go(env: Environment) -> None:

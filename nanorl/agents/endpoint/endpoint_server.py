@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -36,7 +36,8 @@ from starlette.routing import Mount, Route
 
 from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
 from nanoinfer.dialects.sse import event_stream
-from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.api_key import given_keys
 from nanoinfer.http.http_io import (
     SHOWN_BYTES,
     in_proportion,
@@ -46,7 +47,6 @@ from nanoinfer.http.http_io import (
 )
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import listen, url_of
-from nanoinfer.http.routes import application, failure, known_error
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.endpoint.report import EpisodeReport, ReportRules, read_report
@@ -204,7 +204,7 @@ class RecordingServer:
 
         async def endpoint(request: Request) -> Response:
             try:
-                session = self._session(request, dialect)
+                session = self._session(request)
                 with self._counted(session, request):
                     raw = await self._body(session, request)
                     answering = work(session, request, raw)
@@ -228,17 +228,15 @@ class RecordingServer:
             return b""
         most, limits = session.recording.max_body_bytes, self._limits
         try:
-            return await read_bytes(
-                request, min(most, limits.max_body_bytes), limits.body_timeout_s
-            )
+            short = replace(limits, max_body_bytes=min(most, limits.max_body_bytes))
+            return await read_bytes(request, short)
         except ApiError as error:
             is_too_long = error.status == 413 and most < limits.max_body_bytes
             raise session.recording.too_long() if is_too_long else error from None
 
-    def _session(self, request: Request, dialect: Dialect) -> ApiSession:
+    def _session(self, request: Request) -> ApiSession:
         """The key may stand in the URL or in any API's header: some paths are of no one API."""
-        keys = [one.key(request.headers) for one in (dialect, *self._dialects)]
-        for key in (request.path_params.get("key"), *keys):
+        for key in (request.path_params.get("key"), *given_keys(request.headers)):
             if key in self.sessions:
                 return self.sessions[key]
         raise _no_episode()

@@ -237,9 +237,7 @@ class _Line:
 
     @property
     def _client(self) -> HttpClient:
-        options = self.options
-        limits: dict[str, Any] = {"timeout_s": options.timeout_s, "max_bytes": options.max_bytes}
-        return HttpClient(address=self.address, key=self._key, **limits)
+        return HttpClient(self.address, self._key, self.options.timeout_s, self.options.max_bytes)
 
     @contextmanager
     def _lost(self, path: str) -> Iterator[None]:

@@ -34,13 +34,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_error import ApiError, application, known_error
 from nanoinfer.http.api_key import read_key
 from nanoinfer.http.callers import check_host, check_key
-from nanoinfer.http.http_io import read_body
+from nanoinfer.http.http_io import Handler, read_body
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
-from nanoinfer.http.routes import Handler, application, known_error
 from nanoinfer.http.scrape import scraped
 from nanoinfer.http.serving import ServerInLoop
 from nanorl.observability.monitor.board import RunBoard
@@ -198,7 +197,7 @@ class MonitorServer:
         return JSONResponse(self._state())
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
-        return await read_body(request, model, _LIMITS.max_body_bytes, _LIMITS.body_timeout_s)
+        return await read_body(request, model, _LIMITS)
 
     def _cluster(self) -> ClusterControl:
         if self._readings is None:

@@ -26,10 +26,10 @@ from starlette.routing import Route
 
 from nanoengine.parallel.device import worker_thread
 from nanoengine.state.tensor_file import CheckpointError
-from nanoinfer.http.api_error import ApiError
-from nanoinfer.http.http_io import read_body, read_bytes, read_json_body, read_object
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.http_io import Handler, read_body, read_bytes, read_json_body, read_object
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import require_key
-from nanoinfer.http.routes import Handler, application, failure, known_error
 from nanorl.serving.training_service import service_requests as bodies
 from nanorl.serving.training_service.base_model import TrainableBase
 from nanorl.serving.training_service.checkpoints import TinkerPath, make_root
@@ -67,6 +67,9 @@ class ServiceApp:
 
     def __init__(self, clients: Clients, shared: SharedBase, config: ServiceConfig) -> None:
         self._clients, self._base, self._config = clients, shared.base, config
+        self.limits = HttpLimits(
+            max_body_bytes=config.max_body_bytes, body_timeout_s=BODY_TIMEOUT_S
+        )
 
     async def close(self) -> None:
         """End what runs."""
@@ -121,7 +124,7 @@ class ServiceApp:
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
     async def _read(self, request: Request, model: type[B]) -> B:
-        return await read_body(request, model, self._config.max_body_bytes, BODY_TIMEOUT_S)
+        return await read_body(request, model, self.limits)
 
     async def _submit(
         self,
@@ -131,7 +134,7 @@ class ServiceApp:
     ) -> Response:
         """Hand a model's request on. One that is refused takes its number all the same: its client
         goes on with the next, which would wait for this one."""
-        value = await read_object(request, self._config.max_body_bytes, BODY_TIMEOUT_S)
+        value = await read_object(request, self.limits)
         try:
             return _promise(verb(_service(request), read_json_body(value, model)))
         except Exception:
@@ -193,7 +196,7 @@ class ServiceApp:
         return JSONResponse({"type": "unload_model", "model_id": body.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
-        raw = await _read_raw(request, self._config.max_body_bytes)
+        raw = await _read_raw(request, self.limits)
         try:
             # Decoding megabytes would hold up heartbeats.
             message = await asyncio.to_thread(read_forward_backward, raw)
@@ -276,7 +279,7 @@ def _promise(given: tuple[str, str]) -> Response:
     return JSONResponse({"request_id": future, "model_id": model})
 
 
-async def _read_raw(request: Request, max_bytes: int) -> bytes:
+async def _read_raw(request: Request, limits: HttpLimits) -> bytes:
     if request.headers.get("content-type") != "application/x-protobuf":
         raise ApiError(400, "forward_backward: the body must be application/x-protobuf")
-    return await read_bytes(request, max_bytes, BODY_TIMEOUT_S)
+    return await read_bytes(request, limits)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 
 from nanoinfer.http.connection import server_config
-from nanoinfer.http.http_limits import HttpLimits
-from nanoinfer.http.listening import bind, require_key
+from nanoinfer.http.listening import bind
 from nanoinfer.http.serving import ProgramServer
 from nanorl.serving.training_service.keys import OWN_FILE
 from nanorl.serving.training_service.service_app import ServiceApp, make_app
@@ -17,9 +16,8 @@ class ServiceServer(ProgramServer):
     """Says where it listens once it does, and ends what runs when it stops."""
 
     def __init__(self, app: ServiceApp, config: ServiceConfig) -> None:
-        limits = HttpLimits(max_body_bytes=config.max_body_bytes)
         # No line for each request: clients poll.
-        super().__init__(server_config(app.starlette(), limits), self._tell)
+        super().__init__(server_config(app.starlette(), app.limits), self._tell)
         self._app, self._config = app, config
 
     def _tell(self, url: str) -> None:
@@ -36,6 +34,5 @@ class ServiceServer(ProgramServer):
 def run_service(config: ServiceConfig) -> None:
     """Serve until Ctrl-C, which is raised again at the end. `ValueError` for options that
     cannot be, before anything is loaded."""
-    require_key(config.host, has_key=config.api_key_file is not None)
     with bind(config.host, config.port) as listener:
         ServiceServer(make_app(config), config).run(sockets=[listener])
