@@ -7,7 +7,8 @@
 The messages are those of http.client, the waiting is asyncio's: whoever cancels a call closes its
 connection, by which the server knows. No redirect is followed, and no proxy of the environment is
 asked: it could not reach this machine.
-Left out: connections that are kept, streams, cookies, redirects.
+Left out: connections that are kept, streams, cookies, redirects, and servers that leave open what
+they were asked to close.
 """
 
 from __future__ import annotations
