@@ -31,7 +31,7 @@ FAULTS = {
 
 
 def asked(
-    answer: bytes, use: Callable[[str], Awaitable[object]], *, holds_s: float = 0
+    answer: bytes, use: Callable[[str], Awaitable[object]], *, is_silent: bool = False
 ) -> list[bytes]:
     """The requests that a server got while `use` had its address."""
     got: list[bytes] = []
@@ -40,7 +40,7 @@ def asked(
         head = await reader.readuntil(b"\r\n\r\n")
         length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
         got.append(head + await reader.readexactly(int(length or b"0")))
-        if holds_s:
+        if is_silent:
             got.append(await reader.read())  # until the client closes
         writer.write(answer)
         writer.close()
@@ -95,7 +95,7 @@ def test_who_waits_no_longer_closes_the_connection() -> None:
         with pytest.raises(TimeoutError):
             await HttpClient(address=f"http://{place}", timeout_s=0.2).ask("GET", "/")
 
-    assert asked(b"", use, holds_s=1)[1:] == [b""]
+    assert asked(b"", use, is_silent=True)[1:] == [b""]
 
 
 def test_a_caller_that_waits_is_served_inside_and_outside_of_a_loop() -> None:
