@@ -212,7 +212,8 @@ class RecordingServer:
                         request.receive, session.run(answering), self._limits.request_timeout_s
                     )
             except Exception as error:
-                told = _told(error)
+                status = 503 if isinstance(error, InfrastructureError) else 500
+                told = known_error(error) or failure(error, LOG, "the engine", status)
                 return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
@@ -315,9 +316,3 @@ def _no_episode() -> ApiError:
         "given, and not after its end",
         code="invalid_api_key",
     )
-
-
-def _told(error: Exception) -> ApiError:
-    """The error that the client is told; one that is not its doing is logged."""
-    status = 503 if isinstance(error, InfrastructureError) else 500
-    return known_error(error) or failure(error, LOG, "the engine", status)
