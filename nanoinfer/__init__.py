@@ -20,6 +20,7 @@ options/        what single requests ask: truncation, penalties, grammars, texts
 variants/       engines of other kinds: drafts, LoRA, fp8 and int8, ranks, weights that are copied
 gpu/            CUDA graphs, draws on the device, sizes of its memory
 chat/ dialects/ server/    tool calls and templates, protocols of other APIs, the server
+http/           what all servers of the stack are put together from, and their client
 """
 
 from importlib import import_module

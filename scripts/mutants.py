@@ -189,7 +189,7 @@ AREAS |= {
         ),
     ),
     "serving": Area(
-        files=("nanoinfer/server/*.py",),
+        files=("nanoinfer/server/*.py", "nanoinfer/http/*.py"),
         tests=(
             *("test_server", "test_client_bodies"),
             *("test_body_answers", "test_client_fields"),
@@ -200,6 +200,7 @@ AREAS |= {
             *("test_request_fields_page", "test_chat_page"),
             *("test_server_fuzz", "test_listening", "test_monitor"),
             *("test_endpoint_flood", "test_http_replica", "test_llm"),
+            *("test_http_client", "test_env_server"),
         ),
     ),
     "folders": Area(

@@ -18,8 +18,8 @@ from generated_part import GeneratedPart
 from nanoinfer.dialects.chat import RecordedChat
 from nanoinfer.dialects.messages import MessageRequest
 from nanoinfer.dialects.responses import ResponseRequest
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.server.requests import ChatCompletion, Completion
-from nanoinfer.server.strict_body import Refused, StrictBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "request_fields.md"
 FIELDS = GeneratedPart("fields", "request_fields_page.py")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.dialects.exchange import ApiCall
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Grammar, SamplingParams
-from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.tool_calls import call_schema
 
 MAX_STOP_TEXTS = 16  # as OpenAI's API, which allows 4; the engine looks for each in every token

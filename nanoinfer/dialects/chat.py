@@ -7,7 +7,7 @@ images and audio.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.dialects.exchange import (
@@ -17,15 +17,15 @@ from nanoinfer.dialects.exchange import (
     ApiToolCall,
     Json,
     ServerEvent,
-    bearer_key,
     forced_tool,
     given_fields,
 )
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import read_json_body
+from nanoinfer.http.strict_body import Refused
 from nanoinfer.server.harmless import CHAT_REFUSED
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs, reasoning_json
-from nanoinfer.server.strict_body import Refused
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
@@ -65,9 +65,6 @@ class ChatDialect:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, RecordedChat)

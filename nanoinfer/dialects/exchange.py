@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from nanoengine.text.chat_template import Message
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Grammar, Output
-from nanoinfer.server.http_io import ApiError
 
 Json = dict[str, Any]
 
@@ -173,12 +173,6 @@ def given_fields(body: Json, names: Sequence[str]) -> Json:
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
-def bearer_key(headers: Mapping[str, str]) -> str:
-    """The key of an `Authorization: Bearer KEY`; empty without one."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ApiAnswer:
     """The engine's answer to a call."""
@@ -236,10 +230,6 @@ class Dialect(Protocol):
     @property
     def path(self) -> str:
         """The path at which it is served, behind the episode's base URL: "/v1/chat/completions"."""
-        ...
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        """The API key of a request; empty without one. Names of headers are lower-case."""
         ...
 
     def read(self, body: Json) -> ApiCall:

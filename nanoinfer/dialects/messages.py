@@ -14,7 +14,7 @@ go on from a half-written one (prefill); log-probs, which this API does not have
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -36,18 +36,18 @@ from nanoinfer.dialects.exchange import (
     Json,
     ServerEvent,
     assistant_message,
-    bearer_key,
     forced_tool,
     given_fields,
     read_arguments,
 )
 from nanoinfer.dialects.foreign_tools import ForeignTool
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import read_json_body
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES
 from nanoinfer.server.harmless import HARMLESS
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.media import MediaPart, refuse_media
-from nanoinfer.server.strict_body import Refused, StrictBody
 from nanoinfer.server.template_fields import Effort, Thinking, thinking_variables
 
 DECIDED = ("temperature", "top_p", "top_k")
@@ -317,9 +317,6 @@ class MessageRequest(Prompt):
 class MessagesDialect:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return headers.get("x-api-key", "").strip() or bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, MessageRequest)

@@ -40,7 +40,6 @@ from nanoinfer.dialects.exchange import (
     ServerEvent,
     ToolForm,
     assistant_message,
-    bearer_key,
     forced_tool,
     given_fields,
 )
@@ -50,14 +49,15 @@ from nanoinfer.dialects.foreign_tools import (
     freeform_spec,
     freeform_text,
 )
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import read_json_body
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES, RefusalPart, Text
 from nanoinfer.server.harmless import HARMLESS
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.media import MediaPart, refusals, refuse_media
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanoinfer.server.responses import chat_logprobs
-from nanoinfer.server.strict_body import Refused, StrictBody
 from nanoinfer.server.template_fields import Reasoning, thinking_variables
 
 CALL_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -464,9 +464,6 @@ class ResponsesDialect:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def key(self, headers: Mapping[str, str]) -> str:
-        return bearer_key(headers)
 
     def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, ResponseRequest)

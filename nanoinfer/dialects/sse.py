@@ -9,7 +9,8 @@ from typing import Any
 from starlette.responses import Response, StreamingResponse
 
 from nanoinfer.dialects.exchange import ServerEvent
-from nanoinfer.server.http_io import ApiError, Emit, EventStream
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import Emit, EventStream
 
 
 def event_stream(events: Iterable[ServerEvent]) -> Response:

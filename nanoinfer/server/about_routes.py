@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from nanoinfer.http.http_io import Handler
 from nanoinfer.server.control import Control
-from nanoinfer.server.http_io import Handler
 from nanoinfer.server.served_model import ServedModel
 
 PACKAGE = "nanorl-stack"

@@ -32,7 +32,6 @@ from typing import Any, cast, get_args
 
 import torch
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -41,28 +40,36 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
-from nanoinfer.llm import LLM
-from nanoinfer.options.streams import StreamChunk
-from nanoinfer.params import SamplingParams
-from nanoinfer.server.about_routes import AboutRoutes
-from nanoinfer.server.access import Access, read_key, require_key
-from nanoinfer.server.completions import CompletionJob, Completions
-from nanoinfer.server.config import HttpLimits, ServerConfig
-from nanoinfer.server.control import Control, PauseMode
-from nanoinfer.server.dialect_routes import DialectRoutes
-from nanoinfer.server.http_io import (
-    SHOWN_BYTES,
+from nanoinfer.http.api_error import (
     ApiError,
-    Handler,
     HungUpError,
+    application,
+    failure,
+    known_error,
+    user_errors,
+)
+from nanoinfer.http.api_key import read_key
+from nanoinfer.http.http_io import (
+    SHOWN_BYTES,
+    Handler,
     in_proportion,
     read_body,
     read_json_body,
     read_object,
-    user_errors,
 )
+from nanoinfer.http.listening import require_key
+from nanoinfer.http.scrape import scraped
+from nanoinfer.llm import LLM
+from nanoinfer.options.streams import StreamChunk
+from nanoinfer.params import SamplingParams
+from nanoinfer.server.about_routes import AboutRoutes
+from nanoinfer.server.access import Access
+from nanoinfer.server.completions import CompletionJob, Completions
+from nanoinfer.server.config import CompletionLimits, ServerConfig
+from nanoinfer.server.control import Control, PauseMode
+from nanoinfer.server.dialect_routes import DialectRoutes
 from nanoinfer.server.page import PageAbout, about_response, page_response
-from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
+from nanoinfer.server.prometheus import HttpMetrics
 from nanoinfer.server.prompt_bound import PromptBound
 from nanoinfer.server.requests import (
     Abort,
@@ -145,13 +152,13 @@ class HttpApp:
         tokenizer: ChatTokenizer,
         *,
         model_name: str,
-        limits: HttpLimits,
+        limits: CompletionLimits,
         access: Access,
         weights_root: Path | None = None,
         folder: Path | None = None,
     ) -> None:
         self.client = client
-        self.metrics = HttpMetrics()
+        self.metrics = HttpMetrics(client.metrics)
         self._completions = Completions(client, limits, self.metrics)
         self._tokenizer = tokenizer
         self._forms = ChatForms(tokenizer)
@@ -211,7 +218,7 @@ class HttpApp:
             self._route(path, ["POST"], handler, told=told)
             for path, handler, told in agents.routes()
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     # Around every route
 
@@ -235,7 +242,7 @@ class HttpApp:
             except Exception as error:
                 shown = self._error(error)
                 response = JSONResponse(told(shown), shown.status, shown.headers)
-            self.metrics.responses[path, response.status_code] += 1
+            self.metrics.responses.labels(path, response.status_code).inc()
             self.metrics.request_s.observe(time.perf_counter() - start)
             return response
 
@@ -245,18 +252,12 @@ class HttpApp:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, ApiError):
-            return error
         if isinstance(error, HungUpError):
-            self.metrics.num_hang_ups += 1
-            return ApiError(499, "the client hung up")
-        LOG.error("a request failed", exc_info=error)
-        return ApiError(500, f"the engine failed: {type(error).__name__}: {error}")
+            self.metrics.hang_ups.inc()
+        return known_error(error) or failure(error, LOG, "the engine")
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
-        return await read_body(
-            request, model, self._limits.max_body_bytes, self._limits.body_timeout_s
-        )
+        return await read_body(request, model, self._limits)
 
     # Completions
 
@@ -375,11 +376,10 @@ class HttpApp:
         )
 
     async def generate(self, request: Request) -> Response:
-        limits = self._limits
-        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        given = await read_object(request, self._limits)
         if "ids" not in given and given.keys() & {"input_ids", "text"}:
             asked = read_json_body(given, SglangGenerate)
-            return await self._sglang.answer(request, asked, limits.request_timeout_s)
+            return await self._sglang.answer(request, asked, self._limits.request_timeout_s)
         body = read_json_body(given, Generate)
         name = body.request_id or uuid.uuid4().hex
         with user_errors():
@@ -440,8 +440,7 @@ class HttpApp:
         return JSONResponse({"num_aborted": await self.client.abort(body.request_id)})
 
     async def update_weights(self, request: Request) -> Response:
-        limits = self._limits
-        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        given = await read_object(request, self._limits)
         if "weight_dir" in given:
             dir_body = read_json_body(given, WeightDir)
             await self._control.load_weights(dir_body.weight_dir, None)
@@ -464,8 +463,8 @@ class HttpApp:
     async def heartbeat(self, _: Request) -> Response:
         return JSONResponse(await self.client.beat())
 
-    async def scrape(self, _: Request) -> Response:
-        return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
+    async def scrape(self, request: Request) -> Response:
+        return scraped(request, self.metrics.registry)
 
     async def models(self, _: Request) -> Response:
         names = ["", *self.client.engine.adapters]
@@ -481,10 +480,3 @@ class HttpApp:
         if adapter:
             card["parent"] = self._model_name
         return card | {"max_model_len": self.client.engine.room(0)}
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()

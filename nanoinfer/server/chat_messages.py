@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, model_validator
 
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.server.media import MediaPart, refuse_media
-from nanoinfer.server.strict_body import Refused, StrictBody
 
 Text = Annotated[str, Field(min_length=1)]
 NOTES = frozenset({"cache_control", "extra_content", "id", "index", "provider_specific_fields"})

@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import Emit, EventStream, while_connected
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.params import Grammar, Output, SamplingParams
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import ApiError, Emit, EventStream, while_connected
+from nanoinfer.server.config import CompletionLimits
 from nanoinfer.server.prometheus import HttpMetrics
 
 Event = dict[str, Any]
@@ -41,7 +42,7 @@ class CompletionJob:
 class Completions:
     """Runs jobs on an engine and counts them."""
 
-    def __init__(self, client: AsyncEngine, limits: HttpLimits, metrics: HttpMetrics) -> None:
+    def __init__(self, client: AsyncEngine, limits: CompletionLimits, metrics: HttpMetrics) -> None:
         self._client = client
         self._limits = limits
         self._metrics = metrics
@@ -164,7 +165,7 @@ class Completions:
         return output
 
 
-def check_grammar_size(grammar: Grammar | None, limits: HttpLimits) -> None:
+def check_grammar_size(grammar: Grammar | None, limits: CompletionLimits) -> None:
     """ValueError for a grammar that would take long to compile."""
     if grammar is None:
         return

@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from nanoinfer.config import InferConfig
+from nanoinfer.http.http_limits import HttpLimits
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpLimits:
+class CompletionLimits(HttpLimits):
     """The most that one client may ask for."""
 
-    max_body_bytes: int = 4 << 20
-    """Longest request body."""
-    max_connections: int = 2048
-    """Connections at a time; more are closed at once."""
-    max_head_bytes: int = 16 << 10
-    """Length of the head of a request: its address and its headers."""
-    max_headers: int = 100
-    """Lines of a head. As Apache's LimitRequestFields."""
-    head_timeout_s: float = 10.0
-    """The head of a request must have arrived within this time; the connection is closed
-    otherwise."""
     max_choices: int = 1024
     """Texts in a guided_choice."""
     max_grammar_chars: int = 1 << 16
     """Length of a grammar, of all choices together: what a client may make the server compile."""
-    body_timeout_s: float = 30.0
-    """A body must have arrived within this time."""
-    send_timeout_s: float = 60.0
-    """A client must take some of its answer within this time; the connection is closed and the
-    request aborted otherwise. As nginx's send_timeout."""
-    request_timeout_s: float = 600.0
-    """A completion must have ended within this time; it is aborted otherwise."""
     max_completions: int = 1024
     """Completions in flight, waiting ones included; more are answered 429."""
     max_completions_per_request: int = 128
     """Prompts times n of one request."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            if not 0 < getattr(self, one.name) < math.inf:
-                raise ValueError(
-                    f"--limits.{one.name.replace('_', '-')} {getattr(self, one.name)}: must be "
-                    "positive and finite"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +58,7 @@ class ServerOptions:
     threads: int | None = None
     """Threads of torch; default: torch's own choice."""
     infer: InferConfig = field(default_factory=InferConfig)
-    limits: HttpLimits = field(default_factory=HttpLimits)
+    limits: CompletionLimits = field(default_factory=CompletionLimits)
 
     @property
     def has_key(self) -> bool:

@@ -17,8 +17,8 @@ from kernels.transport.checksum import checksum
 from nanoengine.formats.hf import read_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
+from nanoinfer.http.api_error import ApiError, user_errors
 from nanoinfer.server.completions import Completions
-from nanoinfer.server.http_io import ApiError, user_errors
 from nanoinfer.server.served_model import ServedModel
 
 PauseMode = Literal["keep", "abort", "wait"]

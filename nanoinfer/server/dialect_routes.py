@@ -33,19 +33,18 @@ from nanoinfer.dialects.exchange import (
 )
 from nanoinfer.dialects.spoken_reply import SpokenReply
 from nanoinfer.dialects.sse import NamedEventStream
-from nanoinfer.options.streams import StreamChunk
-from nanoinfer.server.completions import CompletionJob, Completions
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import (
+from nanoinfer.http.api_error import ApiError, user_errors
+from nanoinfer.http.http_io import (
     SHOWN_BYTES,
-    ApiError,
     Emit,
     Handler,
     in_proportion,
     parse_object,
     read_bytes,
-    user_errors,
 )
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.options.streams import StreamChunk
+from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.kept_answers import KeptAnswers
 from nanoinfer.server.served_model import ServedModel
 
@@ -184,8 +183,7 @@ class DialectRoutes:
         self, request: Request, read: Callable[[Json], ApiCall]
     ) -> tuple[str | None, ApiCall]:
         """The model that is asked for, and the call."""
-        limits = self._limits
-        raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout_s)
+        raw = await read_bytes(request, self._limits)
 
         def parsed() -> tuple[str | None, ApiCall]:
             body = parse_object(raw)

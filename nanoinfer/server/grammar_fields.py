@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
+from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import Text
 from nanoinfer.server.media import refusals
-from nanoinfer.server.strict_body import Refused, StrictBody
 
 ANY_OBJECT = '{"type": "object"}'
 

@@ -7,7 +7,7 @@ done (requests.py) or refused, with what to do instead; it is never without effe
 
 from __future__ import annotations
 
-from nanoinfer.server.strict_body import Refused
+from nanoinfer.http.strict_body import Refused
 
 ACCOUNTS = frozenset(
     {"metadata", "safety_identifier", "service_tier", "store", "user"}

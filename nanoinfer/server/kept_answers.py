@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from nanoengine.text.chat_template import Message
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, message_of
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 
 MAX_BYTES = 32 << 20
 MAX_AGE_S = 3600.0

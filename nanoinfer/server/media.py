@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from nanoinfer.server.strict_body import REFUSED
+from nanoinfer.http.strict_body import REFUSED
 
 MediaKind = Literal[
     "audio",

@@ -17,6 +17,8 @@ from importlib.resources import files
 
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from nanoinfer.http.page_headers import page_headers
+
 
 @dataclass(frozen=True, kw_only=True)
 class PageTool:
@@ -46,29 +48,12 @@ def about_response(about: PageAbout, model: str) -> Response:
     return JSONResponse({**asdict(about), "title": about.title or model})
 
 
-def page_response() -> Response:
-    html, policy = _page()
-    return HTMLResponse(
-        html,
-        headers={
-            "Content-Security-Policy": policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-        },
-    )
-
-
 @cache
-def _page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy."""
+def page_response() -> Response:
     html = (files("nanoinfer.server") / "page.html").read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')};"
-        " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
-        " frame-ancestors 'none'"
+    return HTMLResponse(
+        html, headers=page_headers(script=_hash(html, "script"), style=_hash(html, "style"))
     )
-    return html, policy
 
 
 def _hash(html: str, tag: str) -> str:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.text.tokenizer import ChatTokenizer, all_text
-from nanoinfer.server.http_io import LARGE_BYTES, ApiError, in_proportion
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import LARGE_BYTES, in_proportion
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's name for the error."""

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, model_validator
 
+from nanoinfer.http.strict_body import StrictBody
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
 from nanoinfer.server.chat_messages import ChatMessage, NamedTool, OfferedTool, Text
 from nanoinfer.server.grammar_fields import GrammarFields
 from nanoinfer.server.harmless import CHAT_REFUSED, HARMLESS, TEXT_REFUSED
 from nanoinfer.server.media import refusals
-from nanoinfer.server.strict_body import StrictBody
 from nanoinfer.server.template_fields import TemplateFields
 from nanoinfer.server.tool_calls import call_schema
 

@@ -22,16 +22,10 @@ from pydantic import BaseModel, Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from nanoinfer.server.config import HttpLimits
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import Handler, in_proportion, parse_object, read_bytes, read_json_body
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.server.control import Control, PauseMode
-from nanoinfer.server.http_io import (
-    ApiError,
-    Handler,
-    in_proportion,
-    parse_object,
-    read_bytes,
-    read_json_body,
-)
 from nanoinfer.server.requests import StrictBody
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -237,8 +231,7 @@ class RlRoutes:
         self, request: Request, model: type[Body], given: dict[str, Any] | None = None
     ) -> Body:
         """The body, which these clients leave out where it would say nothing."""
-        limits = self._limits
-        raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout_s)
+        raw = await read_bytes(request, self._limits)
         parsed = await in_proportion(len(raw), lambda: parse_object(raw) if raw.strip() else {})
         return read_json_body(parsed | (given or {}), model)
 

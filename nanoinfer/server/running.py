@@ -6,38 +6,27 @@ Left out: several processes, which a proxy in front may share the requests out t
 from __future__ import annotations
 
 import logging
-import socket
 
-import uvicorn
-
-from nanoinfer.server.access import require_key
+from nanoinfer.http.connection import server_config
+from nanoinfer.http.listening import bind
+from nanoinfer.http.serving import ProgramServer
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.connection import server_config
-from nanoinfer.server.listening import bind
 from nanoinfer.server.page import PageAbout
-
-
-class _Server(uvicorn.Server):
-    """Says where it listens once it does, to the person and in the log, where uvicorn names a
-    socket that it was given by its number only: `port` 0 is any free one."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logging.getLogger("uvicorn.error").info("Listening on http://%s:%s", shown, port)
-            print(f"chat at http://{shown}:{port}/ (OpenAI's protocol: /v1)", flush=True)
 
 
 def run_server(config: ServerConfig, about: PageAbout | None = None) -> None:
     """Serve until Ctrl-C; `about` is for the page. `ValueError` for options that cannot be, before
     anything is loaded."""
-    require_key(config.host, has_key=config.has_key)
     with bind(config.host, config.port) as listener:
         app = make_app(config)
         if about is not None:
             app.about = about
-        given = server_config(app.starlette(), config.limits, config.host, config.port)
-        _Server(given).run(sockets=[listener])
+        given = server_config(app.starlette(), config.limits, access_log=True)
+        ProgramServer(given, _say).run(sockets=[listener])
+
+
+def _say(url: str) -> None:
+    """To the person and in the log."""
+    logging.getLogger("uvicorn.error").info("Listening on %s", url)
+    print(f"chat at {url}/ (OpenAI's protocol: /v1)", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.server.prompt_bound import PromptBound
 
 

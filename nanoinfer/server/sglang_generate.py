@@ -21,10 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nanoengine.text.tokenizer import ChatTokenizer
+from nanoinfer.http.api_error import user_errors
+from nanoinfer.http.http_io import SHOWN_BYTES, in_proportion, while_connected
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.control import Control
-from nanoinfer.server.http_io import SHOWN_BYTES, in_proportion, user_errors, while_connected
 from nanoinfer.server.requests import StrictBody
 from nanoinfer.server.served_model import ServedModel
 

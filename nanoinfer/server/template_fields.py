@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, StrictBool
 
-from nanoinfer.server.strict_body import StrictBody
+from nanoinfer.http.strict_body import StrictBody
 
 MAX_VARIABLES, MAX_VARIABLES_CHARS = 32, 1 << 16
 OWN_NAMES = frozenset(

@@ -16,15 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nanoinfer.chat.form import ChatForm
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import (
-    ApiError,
-    in_proportion,
-    read_body,
-    read_json_body,
-    read_object,
-    user_errors,
-)
+from nanoinfer.http.api_error import ApiError, user_errors
+from nanoinfer.http.http_io import in_proportion, read_body, read_json_body, read_object
+from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.server.requests import ChatMessage, OfferedTool, StrictBody
 from nanoinfer.server.served_model import ServedModel
 
@@ -71,8 +65,7 @@ class TextRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        limits = self._limits
-        given = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+        given = await read_object(request, self._limits)
         if "messages" in given:
             return await self._tokenize_chat(read_json_body(given, TokenizeChat))
         return await self._tokenize_prompt(read_json_body(given, TokenizePrompt))
@@ -124,8 +117,7 @@ class TextRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        limits = self._limits
-        body = await read_body(request, Detokenize, limits.max_body_bytes, limits.body_timeout_s)
+        body = await read_body(request, Detokenize, self._limits)
         self._model.adapter(body.model)
         lists: list[Any] = body.tokens if _is_nested(body.tokens) else [body.tokens]
         size, vocab = sum(map(len, lists)), self._model.tokenizer.vocab_size

@@ -3,14 +3,14 @@
     nanorl status --run runs/tiny-seed0
     nanorl scale --run runs/tiny-seed0 --replicas 3
 
-The run must have been started with --monitor.port; its folder says where it listens (access.py).
+The run must have been started with --monitor.port; its folder says where it listens
+(monitor_access.py).
 """
 
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from nanoengine.command_line import program
+from nanoinfer.http.http_client import HttpClient, HttpReply, NoReplyError
 from nanorl.observability.monitor.monitor_access import MonitorAccess
 from nanorl.observability.monitor.monitor_control import RoleStatus
 from nanorl.observability.report.live import roles_table
@@ -71,36 +72,30 @@ def _request(
 ) -> dict[str, Any]:
     """The run's answer. `ValueError` with its message if it refuses, or is not there."""
     access = MonitorAccess.read(run)
-    request = urllib.request.Request(
-        access.url + path,
-        method=method,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {access.token}"},
-    )
-    # No proxy: one from the environment would be asked for this machine's own address.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    client = HttpClient(access.url, access.token, limit_s)
     try:
-        with opener.open(request, timeout=limit_s) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise ValueError(_message(error)) from None
+        reply = client.ask_now(method, path, None if body is None else json.dumps(body).encode())
     except TimeoutError:
         raise ValueError(
             f"{access.url} did not answer within {limit_s:g} s; what it was asked goes on, see "
             f"{program()} status --run {run}"
         ) from None
-    except urllib.error.URLError as error:
+    except NoReplyError as error:
         raise ValueError(
-            f"{access.url} does not answer ({error.reason}): the run of {run} has ended without "
+            f"{access.url} does not answer ({error}): the run of {run} has ended without "
             "removing monitor.json, or lies on a machine that this one cannot reach"
         ) from None
+    if reply.status != HTTPStatus.OK:
+        raise ValueError(_message(reply, access.url + path))
+    answer: dict[str, Any] = json.loads(reply.body)
+    return answer
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _message(reply: HttpReply, url: str) -> str:
     try:
-        return json.load(error)["error"]["message"]
+        return str(json.loads(reply.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{error.url} answered {error.code} {error.reason}; is that the run's monitor?"
+        return f"{url} answered {reply.status} {reply.reason}; is that the run's monitor?"
 
 
 def _show(answer: dict[str, Any]) -> None:

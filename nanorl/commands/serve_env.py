@@ -22,6 +22,7 @@ from pathlib import Path
 import tyro
 
 from nanoengine.extras import missing
+from nanoinfer.http.api_key import read_key
 from nanorl.bounds import POSITIVE, check_record
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
@@ -101,9 +102,7 @@ async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> N
         call_s=2 * options.deadline_s,
         takes_tasks=options.takes_tasks,
     )
-    key = options.api_key_file.expanduser().read_text().strip() if options.api_key_file else ""
-    if options.api_key_file and not key:
-        raise ValueError(f"--api-key-file {options.api_key_file}: is empty")
+    key = read_key(options.api_key_file)
     kit = AgentKit(config, folder)
     try:
         server = EnvServer(kit, limits, key, secret=kept_secret(config.cache_dir.expanduser()))

@@ -17,12 +17,12 @@ import json
 import math
 import random
 import time
-import urllib.request
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from nanoengine.extras import missing
+from nanoinfer.http.http_client import HttpClient
 from nanorl.envs.env import Env
 from nanorl.task import Task
 from nanorl.types import InfrastructureError
@@ -79,8 +79,8 @@ class OpenEnvText(Env):
         """The field of an action that takes the policy's text, or "json": by what the server says
         of its actions. ValueError where it has no such field, or does not answer."""
         try:
-            with urllib.request.urlopen(f"{self.address}/schema", timeout=self._timeout_s) as reply:
-                schema = json.loads(reply.read(MAX_BYTES))["action"]
+            client = HttpClient(self.address, None, self._timeout_s, MAX_BYTES)
+            schema = json.loads(client.ask_now("GET", "/schema").body)["action"]
             fields = [name for name in schema["properties"] if name != "metadata"]
             needed = list(schema.get("required", fields))
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -24,19 +24,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import uvicorn
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.server.access import is_foreign_page, is_loopback, require_key
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
-from nanoinfer.server.listening import listen
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.callers import check_key, check_keyless
+from nanoinfer.http.http_io import read_body
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.listening import listen, require_key, url_of
+from nanoinfer.http.serving import ServerInLoop
 from nanorl.envs.base import Environment
 from nanorl.envs.env_kind import TaskSet
 from nanorl.envs.remote.wire import (
@@ -101,10 +100,11 @@ class EnvServer:
     """Routes over the environment of a kit, which stays the caller's to close."""
 
     def __init__(
-        self, kit: AgentKit, limits: ServeLimits, api_key: str = "", *, secret: bytes = b""
+        self, kit: AgentKit, limits: ServeLimits, api_key: str | None = None, *, secret: bytes = b""
     ) -> None:
         """`secret` seals the tasks; one that is kept lets clients go on after a restart."""
         self._kit, self._limits, self._api_key = kit, limits, api_key
+        self._http = HttpLimits(max_body_bytes=limits.max_body_bytes, body_timeout_s=limits.call_s)
         self._secret = secret or secrets.token_bytes(32)
         self._episodes: dict[str, _Held] = {}
         self._num_opening = 0
@@ -116,30 +116,15 @@ class EnvServer:
         network without a key, or where it cannot listen."""
         require_key(host, has_key=bool(self._api_key))
         listener = listen(host, port)
-        http = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
-        server = _Server(
-            uvicorn.Config(
-                self.starlette(),
-                http=limited_connection(http),
-                ws="none",
-                lifespan="off",
-                log_config=None,  # it would set up logging for the whole process
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        server = ServerInLoop(self.starlette(), self._http, listener)
         expiring = asyncio.create_task(self._expire())
         try:
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.01)
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{listener.getsockname()[1]}"
+            await server.begin()
+            yield url_of(listener, host)
         finally:
             expiring.cancel()
-            server.should_exit = server.force_exit = True
-            await asyncio.gather(serving, expiring, return_exceptions=True)
-            listener.close()
+            await server.end(at_once=True)
+            await asyncio.gather(expiring, return_exceptions=True)
             for name in list(self._episodes):
                 await self._end(name)
 
@@ -157,7 +142,7 @@ class EnvServer:
             Route(path, self._guarded(handler), methods=[method])
             for (method, path), handler in handlers.items()
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -167,17 +152,18 @@ class EnvServer:
                     reply = await handler(request)
                 return Response(reply.model_dump_json(), media_type="application/json")
             except Exception as error:  # a process boundary
-                return _explained(error, self._limits.call_s).response()
+                if isinstance(error, TimeoutError):
+                    error = ApiError(504, f"not finished within {self._limits.call_s:g} s")
+                known = known_error(error, {InfrastructureError: 503})
+                return (known or failure(error, LOG, "the environment")).response()
 
         return endpoint
 
     def _check(self, request: Request) -> None:
         if self._api_key:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-                raise ApiError(401, "wrong or missing API key; send Authorization: Bearer KEY")
-        elif is_foreign_page(request) or not is_loopback(request.url.hostname or ""):
-            raise ApiError(403, "a web page's request; start the server with --api-key-file")
+            check_key(request, [self._api_key])
+        else:
+            check_keyless(request)
 
     # -- the routes ------------------------------------------------------------------------------
 
@@ -320,15 +306,7 @@ class EnvServer:
         return self._task_sets[seed]
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
-        return await read_body(request, kind, self._limits.max_body_bytes, self._limits.call_s)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process' signals to whoever runs the loop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
+        return await read_body(request, kind, self._http)
 
 
 async def _let_go(env: Environment) -> None:
@@ -340,29 +318,8 @@ async def _let_go(env: Environment) -> None:
         LOG.warning("closing an episode: %s: %s", type(error).__name__, error)
 
 
-def _explained(error: Exception, call_s: float) -> ApiError:
-    """Turn an error into what the client is told."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, TimeoutError):
-        return ApiError(504, f"not finished within {call_s:g} s")
-    if isinstance(error, InfrastructureError):
-        return ApiError(503, str(error))
-    LOG.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__}: {error}")
-
-
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ApiError(400, f"{name}: must be a natural number, not {text[:80]!r}", name)
     return int(text)
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()

@@ -20,10 +20,10 @@ uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
 from nanoengine.text.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
+from nanoinfer.http.connection import server_config  # noqa: E402
 from nanoinfer.server.access import Access  # noqa: E402
 from nanoinfer.server.app import HttpApp  # noqa: E402
-from nanoinfer.server.config import HttpLimits  # noqa: E402
-from nanoinfer.server.connection import server_config  # noqa: E402
+from nanoinfer.server.config import CompletionLimits  # noqa: E402
 
 KEY = "the-key"
 
@@ -78,14 +78,14 @@ def serve(
     engine: LLMEngine | None = None, tokenizer: ChatTokenizer | None = None, **options: Any
 ) -> Iterator[Served]:
     engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
-    given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
+    given: dict[str, Any] = {"model_name": "tiny", "limits": CompletionLimits(), "api_key": KEY}
     given["admin_key"] = options.get("api_key", KEY)  # one key for all, unless told otherwise
     given["allowed_hosts"] = ()
     given |= options
     access = Access(*(given.pop(name) for name in ("api_key", "admin_key", "allowed_hosts")))
     app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), access=access, **given)
     limits = given["limits"]
-    server = uvicorn.Server(server_config(app.starlette(), limits, "127.0.0.1", 0))
+    server = uvicorn.Server(server_config(app.starlette(), limits, access_log=True))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 
 
 class NoCallsLeftError(ApiError):

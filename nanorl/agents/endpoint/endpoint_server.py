@@ -22,36 +22,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
 from nanoinfer.dialects.sse import event_stream
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import (
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.api_key import given_keys
+from nanoinfer.http.http_io import (
     SHOWN_BYTES,
-    ApiError,
-    HungUpError,
     in_proportion,
     parse_object,
     read_bytes,
     while_connected,
 )
-from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
-from nanoinfer.server.listening import listen
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.listening import listen, url_of
+from nanoinfer.http.serving import ServerInLoop
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.agents.endpoint.token_calls import read_token_call, token_answer
@@ -59,7 +55,6 @@ from nanorl.types import InfrastructureError
 from nanosched.node_address import LOOPBACK, node_address
 
 LOG = logging.getLogger("nanorl.agents.endpoint")
-WILDCARDS = ("0.0.0.0", "::")
 MAX_CALLS_AT_ONCE = 64
 Work = Callable[["ApiSession", Request, bytes], Coroutine[Any, Any, Response]]
 
@@ -152,8 +147,7 @@ class RecordingServer:
         self._max_calls_at_once = max_calls_at_once
         self._scoring = scoring or ReportRules()
         self._server: ServerInLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._listener: socket.socket | None = None
+        self._bound_url = ""
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -169,37 +163,19 @@ class RecordingServer:
 
     async def close(self) -> None:
         """Stop listening; open connections are closed."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._server = self._task = self._listener = None
+        if self._server is not None:
+            await self._server.end(at_once=True)
+        self._server = None
 
     async def _url(self) -> str:
         """The server's URL; it is started if it does not listen in this event loop."""
         async with self._starting:
-            if self._task is None or self._task.done() or self._is_of_another_loop():
-                self._listener = listen(self._host, 0, flags="--agent.")
-                self._server = ServerInLoop(
-                    uvicorn.Config(
-                        self.starlette(),
-                        http=limited_connection(self._limits),
-                        ws="none",
-                        lifespan="off",
-                        log_config=None,
-                        access_log=False,
-                        timeout_keep_alive=KEEP_ALIVE_S,
-                        timeout_graceful_shutdown=1,
-                    )
-                )
-                self._task = await serve_in_loop(self._server, self._listener)
-        assert self._listener is not None, "it listens"
-        name = node_address() if self._host in WILDCARDS else self._host
-        shown = f"[{name}]" if ":" in name else name
-        return f"http://{shown}:{self._listener.getsockname()[1]}"
-
-    def _is_of_another_loop(self) -> bool:
-        assert self._task is not None, "it was started"
-        return self._task.get_loop() is not asyncio.get_running_loop()
+            if self._server is None or not self._server.is_serving:
+                listener = listen(self._host, 0, flags="--agent.")
+                self._server = ServerInLoop(self.starlette(), self._limits, listener)
+                await self._server.begin()
+                self._bound_url = url_of(listener, self._host, node_address())
+        return self._bound_url
 
     # Routes
 
@@ -221,17 +197,14 @@ class RecordingServer:
             Route("/v1/models", self._answering(first, self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._answering(first, self._models), methods=["GET"]),
         ]
-        return Starlette(
-            routes=[*routes, Mount("/{key}", routes=routes)],
-            exception_handlers={HTTPException: _no_route},
-        )
+        return application([*routes, Mount("/{key}", routes=routes)])
 
     def _answering(self, dialect: Dialect, work: Work) -> Callable[[Request], Awaitable[Response]]:
         """A route whose errors are told in the dialect's own form."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                session = self._session(request, dialect)
+                session = self._session(request)
                 with self._counted(session, request):
                     raw = await self._body(session, request)
                     answering = work(session, request, raw)
@@ -239,7 +212,8 @@ class RecordingServer:
                         request.receive, session.run(answering), self._limits.request_timeout_s
                     )
             except Exception as error:
-                told = _told(error)
+                status = 503 if isinstance(error, InfrastructureError) else 500
+                told = known_error(error) or failure(error, LOG, "the engine", status)
                 return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
@@ -255,17 +229,15 @@ class RecordingServer:
             return b""
         most, limits = session.recording.max_body_bytes, self._limits
         try:
-            return await read_bytes(
-                request, min(most, limits.max_body_bytes), limits.body_timeout_s
-            )
+            short = replace(limits, max_body_bytes=min(most, limits.max_body_bytes))
+            return await read_bytes(request, short)
         except ApiError as error:
             is_too_long = error.status == 413 and most < limits.max_body_bytes
             raise session.recording.too_long() if is_too_long else error from None
 
-    def _session(self, request: Request, dialect: Dialect) -> ApiSession:
+    def _session(self, request: Request) -> ApiSession:
         """The key may stand in the URL or in any API's header: some paths are of no one API."""
-        keys = [one.key(request.headers) for one in (dialect, *self._dialects)]
-        for key in (request.path_params.get("key"), *keys):
+        for key in (request.path_params.get("key"), *given_keys(request.headers)):
             if key in self.sessions:
                 return self.sessions[key]
         raise _no_episode()
@@ -344,21 +316,3 @@ def _no_episode() -> ApiError:
         "given, and not after its end",
         code="invalid_api_key",
     )
-
-
-def _told(error: Exception) -> ApiError:
-    """The error that the client is told; one that is not its doing is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    LOG.error("a call failed", exc_info=error)
-    status = 503 if isinstance(error, InfrastructureError) else 500
-    return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    return ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ).response()

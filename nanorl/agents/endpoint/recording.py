@@ -35,11 +35,11 @@ from nanoinfer.chat.reasoning import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.call_params import call_grammar, check_stop
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, Json, message_of
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.options.outputs import joined
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.completions import check_grammar_size
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.server.config import CompletionLimits
 from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanorl.agents.context import Generator
@@ -410,7 +410,7 @@ def _check_ends(params: SamplingParams) -> None:
     if len(params.stop_token_ids) > MAX_STOP_IDS:
         raise ApiError(400, f"stop_token_ids: at most {MAX_STOP_IDS}", "stop_token_ids")
     try:
-        check_grammar_size(params.grammar, HttpLimits())
+        check_grammar_size(params.grammar, CompletionLimits())
     except ValueError as error:
         raise ApiError(400, str(error)) from None
 

@@ -12,7 +12,6 @@ since one reward without a bound would outweigh all others. Later reports add to
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from nanoinfer.dialects.exchange import Json
-from nanoinfer.server.http_io import ApiError, read_json_body
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.api_key import is_one_of, read_key
+from nanoinfer.http.http_io import read_json_body
 from nanorl.agents.guard import MAX_ANSWER_BYTES
 
 SCORER_HEADER = "x-scorer-key"
@@ -85,8 +86,7 @@ class ReportRules:
 
     def is_scorer(self, headers: Mapping[str, str]) -> bool:
         """True for a request with the scorer's key."""
-        given = headers.get(SCORER_HEADER, "").encode()
-        return bool(self.key) and hmac.compare_digest(given, self.key.encode())
+        return is_one_of([headers.get(SCORER_HEADER, "")], [self.key])
 
 
 def _check_metric(name: str, value: float) -> None:
@@ -114,8 +114,6 @@ def read_scorer_key(file: Path) -> str:
         )
     if file.stat().st_mode & 0o077:
         raise ValueError(f"{flag}: other users may read it; chmod 600 {file}")
-    from nanoinfer.server.access import read_key  # here: few runs have a scorer
-
     key = read_key(file, flag="--agent.scorer-key-file") or ""
     if len(key) < MIN_KEY_CHARS or " " in key:
         raise ValueError(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoinfer.dialects.exchange import Json
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import read_json_body
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import TokenGenerate
 from nanoinfer.server.responses import token_choice, usage
 from nanorl.agents.endpoint.recording import Recording

@@ -7,20 +7,21 @@ It has the calls of a `Replica` that a run needs, so whoever drives replicas dri
 call is a connection of its own on the running event loop; closing that aborts the request there.
 Weights reach the server through a folder below its --weights-root: the `disk` transport, in full.
 
-Left out: starting and ending the server, proxies that answer in chunks, and a server that hangs
+Left out: starting and ending the server, and a server that hangs
 while it keeps its connections: that is found out after `timeout_s`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from nanoinfer.http.http_client import HttpClient, NoReplyError
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Output, SamplingParams
 from nanorl.bounds import check_number
@@ -33,11 +34,9 @@ from nanorl.distributed.weights.offer import (
     WeightsRefused,
 )
 
-_ELSEWHERE = {
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
+ELSEWHERE = frozenset(
+    {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
+)
 
 
 class ServerRefusedError(ValueError):
@@ -56,6 +55,8 @@ class HttpReplica:
     """What answers there, for people."""
     note: ClassVar[str] = ""
     """What a run says when it begins to use one."""
+    gone: ClassVar[frozenset[int]] = ELSEWHERE
+    """Answers with which another server may serve the call; a 503 is of one that drains."""
 
     url: str
     """http://host:port, or https."""
@@ -133,51 +134,39 @@ class HttpReplica:
         temperature."""
         await self.heartbeat()
 
-    async def _call(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer. `ReplicaLost` if there is none."""
-        status, raw = await self._asked(path, json.dumps(body).encode())
+    async def _call(self, path: str, body: dict[str, Any], method: str = "POST") -> Any:
+        """The JSON answer, None where it is empty. `ReplicaLost` if there is none."""
+        payload = b"" if method == "GET" else json.dumps(body).encode()
         try:
-            answer = json.loads(raw)
+            client = HttpClient(self.url, self.api_key, self.timeout_s)
+            status, _, raw = await client.ask(method, path, payload)
+        except TimeoutError as error:
+            limit = f"{self.timeout_s:g} s"
+            raise ReplicaLost(f"{self.url}{path}: no answer within {limit}") from error
+        except NoReplyError as error:
+            raise ReplicaLost(f"{self.url}{path}: {error}") from error
+        told = f"{self.url}{path} answered {status}: {_shown(raw)}"
+        if status in self.gone:
+            raise ReplicaLost(told)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise RuntimeError(told)
+        if status != HTTPStatus.OK:
+            raise ServerRefusedError(status, told)
+        try:
+            return json.loads(raw) if raw.strip() else None
         except ValueError as error:
-            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if status == HTTPStatus.OK:
-            return answer
-        message = f"{self.url}{path} answered {status}: {answer['error']['message']}"
-        if status in _ELSEWHERE:
-            raise ReplicaLost(message)
-        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise RuntimeError(message)
-        raise ServerRefusedError(status, message)
+            raise ReplicaLost(f"{self.url}{path}: {error}") from error
 
-    async def _asked(self, path: str, payload: bytes, method: str = "POST") -> tuple[int, bytes]:
-        """(status, body) of one answer. `ReplicaLost` if there is none."""
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return await self._exchange(path, payload, method)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise ReplicaLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
-    async def _exchange(self, path: str, payload: bytes, method: str) -> tuple[int, bytes]:
-        """(status, body) over a connection of its own."""
-        parts = urlsplit(self.url)
-        is_tls = parts.scheme == "https"
-        port = parts.port or (443 if is_tls else 80)
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
-        try:
-            lines = [
-                f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
-                f"Host: {parts.netloc}",
-                "Content-Type: application/json",
-                f"Content-Length: {len(payload)}",
-                "Connection: close",
-            ]
-            if self.api_key is not None:
-                lines.append(f"Authorization: Bearer {self.api_key}")
-            writer.write("\r\n".join([*lines, "", ""]).encode() + payload)
-            await writer.drain()
-            first, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-            headers = {line.split(":")[0].lower(): line.split(":")[-1] for line in fields if line}
-            body = await reader.readexactly(int(headers.get("content-length", "")))
-            return int(first.split()[1]), body
-        finally:
-            writer.close()
+def _shown(raw: bytes) -> str:
+    """The message of an error, whichever form it has: at most 300 characters."""
+    try:
+        told: Any = json.loads(raw)
+    except ValueError:
+        return raw[:300].decode(errors="replace")
+    while isinstance(told, Mapping):
+        inner = next((told[key] for key in ("error", "message", "detail") if key in told), None)
+        if inner is None:
+            break
+        told = inner
+    return str(told)[:300]

@@ -15,9 +15,7 @@ Left out: weights over NCCL or shared memory, adapters, prompt log-probs, draini
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from time import perf_counter
@@ -26,8 +24,7 @@ from typing import Any, ClassVar
 from nanoinfer.options.outputs import joined
 from nanoinfer.options.param_checks import is_edited
 from nanoinfer.params import Output, SamplingParams
-from nanorl.distributed.roles.http_replica import HttpReplica, ServerRefusedError
-from nanorl.distributed.roles.replica_clients import ReplicaLost
+from nanorl.distributed.roles.http_replica import ELSEWHERE, HttpReplica, ServerRefusedError
 from nanorl.distributed.weights.disk import DiskOffer
 from nanorl.distributed.weights.offer import (
     BaseVersionMissing,
@@ -38,12 +35,6 @@ from nanorl.distributed.weights.offer import (
 
 MAX_MEAN_GAP = 0.5  # in bf16 of other kernels a few thousandths; of unrelated weights, several
 _MOST_SEED = (1 << 63) - 1
-_GONE = {
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +45,7 @@ class OutsideReplica(HttpReplica, ABC):
         "its log-probs are not the trainer's: the gap is measured (logp_gap_max and logp_gap_mean "
         "of summary.json), and the losses weigh each token by the ratio to what it said"
     )
+    gone: ClassVar[frozenset[int]] = ELSEWHERE | {HTTPStatus.SERVICE_UNAVAILABLE}
 
     async def generate(
         self, ids: list[int], params: SamplingParams, name: str, sampled: Output | None
@@ -136,23 +128,6 @@ class OutsideReplica(HttpReplica, ABC):
                 f"{self.url}: {self.engine} as a replica has no {', '.join(wrong)}; leave it out"
             )
 
-    # -- HTTP ------------------------------------------------------------------------------------
-
-    async def _call(self, path: str, body: dict[str, Any], method: str = "POST") -> Any:
-        """The JSON answer, None where it is empty. `ReplicaLost` if there is none."""
-        payload = b"" if method == "GET" else json.dumps(body).encode()
-        status, raw = await self._asked(path, payload, method)
-        if status in _GONE:
-            raise ReplicaLost(f"{self.url}{path} answered {status}: {_shown(raw)}")
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise RuntimeError(f"{self.url}{path} answered {status}: {_shown(raw)}")
-        if status != HTTPStatus.OK:
-            raise ServerRefusedError(status, f"{self.url}{path} answered {status}: {_shown(raw)}")
-        try:
-            return json.loads(raw) if raw.strip() else None
-        except ValueError as error:
-            raise ReplicaLost(f"{self.url}{path}: {error}") from error
-
 
 def check_gap(mean: float) -> None:
     """RuntimeError where log-probs of a step were, in the mean, `mean` nats from the trainer's and
@@ -208,17 +183,3 @@ def shared_params(params: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
     }
-
-
-def _shown(raw: bytes) -> str:
-    """The message of an error, whichever form it has: at most 300 characters."""
-    try:
-        told: Any = json.loads(raw)
-    except ValueError:
-        return raw[:300].decode(errors="replace")
-    while isinstance(told, Mapping):
-        inner = next((told[key] for key in ("error", "message", "detail") if key in told), None)
-        if inner is None:
-            break
-        told = inner
-    return str(told)[:300]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nanoinfer.http.api_key import read_key
 from nanorl.distributed.roles.http_replica import HttpReplica
 from nanorl.distributed.roles.replica_clients import ReplicaLost
 
@@ -20,10 +21,7 @@ _CHECK_S = 30.0  # a server that is busy answers between two steps
 def server_at(address: str, key_file: Path | None) -> HttpReplica:
     """The client of a server; `ValueError` for an address or a key file that cannot be. Before the
     address stands whose server it is, where it is another project's: vllm+http://gpu7:8000."""
-    try:
-        key = key_file.read_text().strip() if key_file is not None else None
-    except OSError as error:
-        raise ValueError(f"--rollout.api-key-file {key_file}: {error.strerror}") from None
+    key = read_key(key_file, flag="--rollout.api-key-file")
     engine, _, scheme = address.partition("://")[0].rpartition("+")
     url = address if not engine else f"{scheme}://{address.partition('://')[2]}"
     return _client_of(engine, address)(url=url, api_key=key)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import h11
 
+from nanoinfer.http.api_key import is_one_of
 from nanorl.envs.http_record.allow import split_host
 from nanorl.envs.http_record.answers import Answers
 from nanorl.envs.http_record.authority import RunAuthority
@@ -38,8 +38,7 @@ class ProxyServer:
         self, answers: Answers, authority: RunAuthority, *, token: str, max_bytes: int
     ) -> None:
         self._answers, self._authority, self._max_bytes = answers, authority, max_bytes
-        secret = base64.b64encode(f"{USER}:{token}".encode()).decode()
-        self._credentials = f"basic {secret}".encode()
+        self._secret = base64.b64encode(f"{USER}:{token}".encode()).decode()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
@@ -81,8 +80,8 @@ class ProxyServer:
     def _check_token(self, head: h11.Request) -> None:
         for name, value in head.headers:
             if name == b"proxy-authorization":
-                scheme, _, secret = value.partition(b" ")
-                if hmac.compare_digest(scheme.lower() + b" " + secret.strip(), self._credentials):
+                scheme, _, secret = value.decode("latin-1").partition(" ")
+                if scheme.lower() == "basic" and is_one_of([secret.strip()], [self._secret]):
                     return
         raise NoAnswerError(
             407, "token_missing", "was not asked: the proxy's token is missing or wrong"

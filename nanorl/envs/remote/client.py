@@ -9,20 +9,22 @@ Left out: a warm start, for which a demonstrator would have to travel.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
-import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
-from nanoengine.extras import missing
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
+from nanoinfer.http.api_key import read_key
+from nanoinfer.http.http_client import HttpClient, HttpReply, NoReplyError
 from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.envs.rewards.base import Score, Transcript
@@ -31,7 +33,6 @@ from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout
 
 if TYPE_CHECKING:
-    import httpx
     from pydantic import BaseModel
 
     from nanorl.envs.remote.wire import ServerInfo, Split
@@ -218,68 +219,39 @@ class _Line:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise ValueError(f"--env {address}: an address looks like http://127.0.0.1:8900")
         self.address, self.options = address.rstrip("/"), options
-        key_file = options.api_key_file
-        key = Path(key_file).expanduser().read_text().strip() if key_file else ""
-        self._httpx = _require_httpx()
-        self._given: dict[str, Any] = {
-            "headers": {"accept-encoding": "identity"}
-            | ({"authorization": f"Bearer {key}"} if key else {}),
-            "verify": ssl.create_default_context() if parts.scheme == "https" else False,
-            "timeout": options.timeout_s,
-            "trust_env": False,  # a proxy of the environment's cannot reach this machine
-        }
+        file = options.api_key_file
+        self._key = read_key(Path(file), flag="--env-args api_key_file") if file else None
 
     def get(self, path: str, kind: type[Reply]) -> Reply:
         """For what a run asks before and between its rollouts."""
-        url = self.address + path
-        until = time.monotonic() + self.options.timeout_s
-        raw = bytearray()
-        try:
-            with self._httpx.Client(**self._given) as client, client.stream("GET", url) as answer:
-                for part in answer.iter_raw():
-                    self._take(raw, part, path)
-                    if time.monotonic() > until:
-                        raise InfrastructureError(f"{url} took longer than {self._limit}")
-        except self._httpx.HTTPError as error:
-            raise self._lost(url, error) from error
-        return self._read(path, answer.status_code, bytes(raw), kind)
+        with self._lost(path):
+            reply = self._client.ask_now("GET", path)
+        return self._read(path, reply, kind)
 
     async def post(self, path: str, body: BaseModel, kind: type[Reply]) -> Reply:
         """For what an episode asks."""
-        url = self.address + path
-        raw = bytearray()
-        try:
-            async with (
-                asyncio.timeout(self.options.timeout_s),
-                self._httpx.AsyncClient(**self._given) as client,
-                client.stream("POST", url, json=body.model_dump()) as answer,
-            ):
-                async for part in answer.aiter_raw():
-                    self._take(raw, part, path)
-        except TimeoutError as error:
-            raise InfrastructureError(f"{url} took longer than {self._limit}") from error
-        except self._httpx.HTTPError as error:
-            raise self._lost(url, error) from error
-        return self._read(path, answer.status_code, bytes(raw), kind)
+        written = json.dumps(body.model_dump(), allow_nan=False).encode()
+        with self._lost(path):
+            reply = await self._client.ask("POST", path, written)
+        return self._read(path, reply, kind)
 
     @property
-    def _limit(self) -> str:
-        return f"{self.options.timeout_s:g} s"
+    def _client(self) -> HttpClient:
+        return HttpClient(self.address, self._key, self.options.timeout_s, self.options.max_bytes)
 
-    def _take(self, raw: bytearray, part: bytes, path: str) -> None:
-        raw += part
-        if len(raw) > self.options.max_bytes:
-            raise InfrastructureError(
-                f"{self.address}{path} answers more than {self.options.max_bytes} bytes"
-            )
+    @contextmanager
+    def _lost(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            limit = f"{self.options.timeout_s:g} s"
+            raise InfrastructureError(f"{self.address}{path} took longer than {limit}") from error
+        except NoReplyError as error:
+            kind = ServerAwayError if error.is_away else InfrastructureError
+            raise kind(f"{self.address}{path}: {error}") from error
 
-    def _lost(self, url: str, error: httpx.HTTPError) -> InfrastructureError:
-        kind = (
-            ServerAwayError if isinstance(error, self._httpx.ConnectError) else InfrastructureError
-        )
-        return kind(f"{url}: {type(error).__name__}: {error}")
-
-    def _read(self, path: str, status: int, raw: bytes, kind: type[Reply]) -> Reply:
+    def _read(self, path: str, reply: HttpReply, kind: type[Reply]) -> Reply:
+        status, _, raw = reply
         if status == HTTPStatus.OK:
             try:
                 return kind.model_validate_json(raw)
@@ -291,12 +263,3 @@ class _Line:
         message = f"{self.address}{path} answers {status}: {raw[:500].decode(errors='replace')}"
         is_away = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY)
         raise (ServerAwayError if is_away else InfrastructureError)(message)
-
-
-def _require_httpx() -> Any:
-    try:
-        import httpx
-        import pydantic  # noqa: F401 - of wire.py
-    except ImportError as error:
-        raise missing("an environment at an address", error.name, extra="serve") from error
-    return httpx

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoengine.extras import missing
+from nanoinfer.http.api_key import read_key
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class AddressJudge:
         """The key is read from a file, if the address wants one: options are printed."""
         if not model:
             raise ValueError(f"address={address}: name the model there, model=...")
-        key = Path(api_key_file).expanduser().read_text().strip() if api_key_file else "none"
+        file = Path(api_key_file) if api_key_file else None
+        key = read_key(file, flag="--reward-args api_key_file") or "none"
         self.name = f"{address} {model}"
         self._openai = _require_openai()
         self._model, self._limits = model, limits

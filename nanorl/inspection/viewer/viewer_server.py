@@ -22,11 +22,9 @@ Left out: TLS (put a proxy in front).
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
@@ -38,10 +36,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.server.access import is_loopback
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.listening import listen
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.callers import check_host, check_key
+from nanoinfer.http.connection import server_config
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.listening import is_loopback, listen, url_of
+from nanoinfer.http.page_headers import page_headers
 from nanorl.inspection.viewer.overview import comparison_html, overview_html
 from nanorl.inspection.viewer.pages import (
     RolloutPlace,
@@ -56,17 +56,7 @@ from nanorl.inspection.viewer.runs import ViewedRun
 from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.store import StoreError
 
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
-        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-        " require-trusted-types-for 'script'; trusted-types 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+HEADERS = page_headers(script="'self'", style="'self'")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 _CLOSE_S = 1
 MOST_CONNECTIONS = 128
@@ -102,10 +92,11 @@ class ViewerServer:
 
     def _answered(self, answer: Callable[[Query], Any]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            if refusal := self._refusal(request):
-                return refusal
             try:
+                self._check(request)
                 found = await run_in_threadpool(answer, request.query_params)
+            except ApiError as error:
+                return _json({"error": error.message}, error.status)
             except KeyError as error:
                 return _json({"error": f"not there: {error.args[0]}"}, 404)
             except (ValueError, StoreError) as error:
@@ -114,14 +105,11 @@ class ViewerServer:
 
         return endpoint
 
-    def _refusal(self, request: Request) -> Response | None:
-        host = request.url.hostname or ""
-        if self._is_local and not is_loopback(host):
-            return _json({"error": f"host {host!r} is not this machine's"}, 403)
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
-            return _json({"error": "wrong or missing key: open the address that was printed"}, 401)
-        return None
+    def _check(self, request: Request) -> None:
+        if self._is_local:
+            check_host(request)
+        told = "wrong or missing key: open the address that was printed"
+        check_key(request, [self._key], told)
 
     async def _file(self, request: Request) -> Response:
         name = request.path_params.get("name", "page.html")
@@ -183,17 +171,13 @@ def serve_viewer(
     ValueError for an address that cannot be had."""
     listener = listen(host, port)
     key = secrets.token_urlsafe(24)
-    config = uvicorn.Config(
+    config = server_config(
         ViewerServer(runs, key=key, is_local=is_loopback(host)).starlette(),
-        http=limited_connection(HttpLimits(max_connections=MOST_CONNECTIONS)),
-        ws="none",
-        lifespan="off",
+        HttpLimits(max_connections=MOST_CONNECTIONS),
         log_level="error",
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_CLOSE_S,
+        close_s=_CLOSE_S,
     )
-    say(_address(host, listener.getsockname()[1], key))
+    say(f"{url_of(listener, host)}/#key={key}")
     try:
         uvicorn.Server(config).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn raises again what it was stopped with
@@ -201,12 +185,6 @@ def serve_viewer(
     finally:
         listener.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _address(host: str, port: int, key: str) -> str:
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{port}/#key={key}"
 
 
 def _static_files() -> dict[str, bytes]:

@@ -19,32 +19,29 @@ Left out: TLS and users (put a proxy in front).
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import secrets
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvicorn
-from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanoinfer.server.access import is_loopback, read_key
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
-from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
-from nanoinfer.server.listening import listen
+from nanoinfer.http.api_error import ApiError, application, known_error
+from nanoinfer.http.api_key import read_key
+from nanoinfer.http.callers import check_host, check_key
+from nanoinfer.http.http_io import Handler, read_body
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.listening import is_loopback, listen, url_of
+from nanoinfer.http.scrape import scraped
+from nanoinfer.http.serving import ServerInLoop
 from nanorl.observability.monitor.board import RunBoard
 from nanorl.observability.monitor.exposition import make_registry
 from nanorl.observability.monitor.monitor_access import MonitorAccess
@@ -56,8 +53,6 @@ from nanorl.options.monitor_config import MonitorConfig
 LOG = logging.getLogger("nanorl.observability.monitor")
 _LIMITS = HttpLimits(max_body_bytes=1 << 16, max_connections=128)
 _CLOSE_S = 2  # a client that still reads when the run ends has so long
-_WILDCARDS = ("0.0.0.0", "::")
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ScaleBody(BaseModel):
@@ -87,7 +82,6 @@ class MonitorServer:
         self._read_key: str | None = None
         self._access: MonitorAccess | None = None
         self._server: ServerInLoop | None = None
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> MonitorAccess:
         """Listen, and write monitor.json. `ValueError` for an address that cannot be had, or a file
@@ -95,21 +89,10 @@ class MonitorServer:
         assert self._config.port is not None, "the server is off without a port"
         self._read_key = read_key(self._config.api_key_file, flag="--monitor.api-key-file")
         listener = listen(self._config.host, self._config.port, flags="--monitor.")
-        self._server = ServerInLoop(
-            uvicorn.Config(
-                self.starlette(),
-                http=limited_connection(_LIMITS),
-                ws="none",
-                lifespan="off",
-                log_config=None,  # it would set up logging for the whole process
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_CLOSE_S,
-            )
-        )
-        self._task = await serve_in_loop(self._server, listener)
+        self._server = ServerInLoop(self.starlette(), _LIMITS, listener, _CLOSE_S)
+        await self._server.begin()
         self._access = MonitorAccess(
-            url=_url(self._config.host, listener.getsockname()[1]),
+            url=url_of(listener, self._config.host),
             token=self._token,
             pid=os.getpid(),
         )
@@ -120,10 +103,8 @@ class MonitorServer:
         """Remove monitor.json and stop listening. A verb under way is cancelled."""
         if self._access is not None:
             self._access.remove(self._run_dir)
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            # What ended a server is no reason for a run to fail at its end.
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            await self._server.end(at_once=False)
 
     def starlette(self) -> Starlette:
         routes = [
@@ -133,7 +114,7 @@ class MonitorServer:
             self._route("/replicas", self._add, "POST"),
             self._route("/replicas/{name:path}", self._remove, "DELETE"),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes)
 
     def _route(self, path: str, handler: Handler, method: str, *, is_control: bool = True) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -146,27 +127,17 @@ class MonitorServer:
         return Route(path, endpoint, methods=[method])
 
     def _check(self, request: Request, is_control: bool) -> None:
-        host = request.url.hostname or ""
-        if is_loopback(self._config.host) and not is_loopback(host):
-            # a web page's own name that was made to lead here
-            raise ApiError(403, f"host {host!r} is not this machine's")
-        given = request.headers.get("authorization", "").encode()
+        if is_loopback(self._config.host):
+            check_host(request)
         readers = [] if is_control or self._read_key is None else [self._read_key]
-        good = [f"Bearer {key}".encode() for key in (self._token, *readers)]
-        if not any([hmac.compare_digest(given, one) for one in good]):  # a list: all are compared
-            raise ApiError(
-                401, "wrong or missing token; send Authorization: Bearer TOKEN of monitor.json"
-            )
+        told = "wrong or missing token; send Authorization: Bearer TOKEN of monitor.json"
+        check_key(request, [self._token, *readers], told)
 
     def _explained(self, error: Exception) -> ApiError:
         """The error that the client is told. Only a `ValueError` is its own doing. A defect is
         logged once, because whoever scrapes comes back every few seconds."""
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, HungUpError):
-            return ApiError(499, "the client hung up")
-        if isinstance(error, ValueError):
-            return ApiError(400, str(error))
+        if known := known_error(error, {ValueError: 400}):
+            return known
         if isinstance(error, OSError):
             return ApiError(502, f"no answer from there: {error}")
         defect = f"{type(error).__name__}: {error}"
@@ -181,8 +152,7 @@ class MonitorServer:
     # Reading
 
     async def _metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        return scraped(request, self._registry)
 
     async def _status(self, _: Request) -> Response:
         return JSONResponse(self._state())
@@ -227,7 +197,7 @@ class MonitorServer:
         return JSONResponse(self._state())
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
-        return await read_body(request, model, _LIMITS.max_body_bytes, _LIMITS.body_timeout_s)
+        return await read_body(request, model, _LIMITS)
 
     def _cluster(self) -> ClusterControl:
         if self._readings is None:
@@ -235,12 +205,6 @@ class MonitorServer:
                 409, "this run has one process; start it with --cluster.backend local or ray"
             )
         return self._readings.control
-
-
-def _url(host: str, port: int) -> str:
-    """The URL by which a client reaches it; this machine's name where it listens on all."""
-    name = socket.gethostname() if host in _WILDCARDS else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def _check_address(address: str) -> None:
@@ -251,11 +215,3 @@ def _check_address(address: str) -> None:
         raise ApiError(
             400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
         )
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, message).response()
-    response.headers.update(error.headers or {})
-    return response

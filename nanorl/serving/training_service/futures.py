@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nanoengine.engine import NonFiniteLoss
 from nanoengine.state.tensor_file import CheckpointError
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 
 LOG = logging.getLogger("nanorl.serving.training_service")
 PROTOBUF = "application/x-protobuf"

@@ -10,7 +10,6 @@ Left out: keys that change while a service runs.
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from nanoinfer.server.access import read_key_file
+from nanoinfer.http.api_key import is_one_of, read_key_file
 
 PREFIX = "tml-"
 """Of every key: Tinker's client sends no other."""
@@ -31,7 +30,7 @@ class ClientKeys:
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """`keys` by the names of their clients."""
-        self._keys = {name: key.encode() for name, key in keys.items()}
+        self._keys = dict(keys)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,8 +38,7 @@ class ClientKeys:
 
     def client_of(self, given: str) -> str | None:
         """The name of the client with that key, None if it is nobody's. Every key is compared."""
-        raw = given.encode("utf-8", "surrogateescape")
-        found = [name for name, key in self._keys.items() if hmac.compare_digest(raw, key)]
+        found = [name for name, key in self._keys.items() if is_one_of([given], [key])]
         return found[0] if found else None
 
     @classmethod

@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from nanoengine.state.tensor_file import CheckpointError
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Output
-from nanoinfer.server.http_io import ApiError
 from nanorl.serving.training_service.checkpoints import (
     CheckpointStore,
     Record,

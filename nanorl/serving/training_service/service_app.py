@@ -14,28 +14,22 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanoengine.parallel.device import worker_thread
 from nanoengine.state.tensor_file import CheckpointError
-from nanoinfer.server.access import require_key
-from nanoinfer.server.http_io import (
-    ApiError,
-    HungUpError,
-    read_body,
-    read_bytes,
-    read_json_body,
-    read_object,
-)
+from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.http_io import Handler, read_body, read_bytes, read_json_body, read_object
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.listening import require_key
 from nanorl.serving.training_service import service_requests as bodies
 from nanorl.serving.training_service.base_model import TrainableBase
 from nanorl.serving.training_service.checkpoints import TinkerPath, make_root
@@ -49,7 +43,6 @@ from nanorl.serving.training_service.shared_base import SharedBase
 LOG = logging.getLogger("nanorl.serving.training_service")
 BODY_TIMEOUT_S = 60.0
 
-Handler = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -74,6 +67,9 @@ class ServiceApp:
 
     def __init__(self, clients: Clients, shared: SharedBase, config: ServiceConfig) -> None:
         self._clients, self._base, self._config = clients, shared.base, config
+        self.limits = HttpLimits(
+            max_body_bytes=config.max_body_bytes, body_timeout_s=BODY_TIMEOUT_S
+        )
 
     async def close(self) -> None:
         """End what runs."""
@@ -112,7 +108,7 @@ class ServiceApp:
         routes += [self._route("POST", path, handler) for path, handler in post.items()]
         one = "training_runs/{run}/checkpoints/{kind}/{name}"
         routes.append(self._route("DELETE", one, self.delete_checkpoint))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return application(routes, hint="; not a verb of this service")
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -122,12 +118,13 @@ class ServiceApp:
                     request.state.service = self._clients.service_of(key)
                 return await handler(request)
             except Exception as error:
-                return _to_api_error(error).response()
+                known = known_error(error, {CheckpointError: 404, ValueError: 400})
+                return (known or failure(error, LOG, "the service")).response()
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
     async def _read(self, request: Request, model: type[B]) -> B:
-        return await read_body(request, model, self._config.max_body_bytes, BODY_TIMEOUT_S)
+        return await read_body(request, model, self.limits)
 
     async def _submit(
         self,
@@ -137,7 +134,7 @@ class ServiceApp:
     ) -> Response:
         """Hand a model's request on. One that is refused takes its number all the same: its client
         goes on with the next, which would wait for this one."""
-        value = await read_object(request, self._config.max_body_bytes, BODY_TIMEOUT_S)
+        value = await read_object(request, self.limits)
         try:
             return _promise(verb(_service(request), read_json_body(value, model)))
         except Exception:
@@ -199,7 +196,7 @@ class ServiceApp:
         return JSONResponse({"type": "unload_model", "model_id": body.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
-        raw = await _read_raw(request, self._config.max_body_bytes)
+        raw = await _read_raw(request, self.limits)
         try:
             # Decoding megabytes would hold up heartbeats.
             message = await asyncio.to_thread(read_forward_backward, raw)
@@ -282,27 +279,7 @@ def _promise(given: tuple[str, str]) -> Response:
     return JSONResponse({"request_id": future, "model_id": model})
 
 
-async def _read_raw(request: Request, max_bytes: int) -> bytes:
+async def _read_raw(request: Request, limits: HttpLimits) -> bytes:
     if request.headers.get("content-type") != "application/x-protobuf":
         raise ApiError(400, "forward_backward: the body must be application/x-protobuf")
-    return await read_bytes(request, max_bytes, BODY_TIMEOUT_S)
-
-
-def _to_api_error(error: Exception) -> ApiError:
-    """Turn an error into what the client is told. What is not its doing is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, CheckpointError):
-        return ApiError(404, str(error))
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    LOG.error("a request failed", exc_info=error)
-    return ApiError(500, f"the service failed: {type(error).__name__}: {error}")
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for that class"
-    message = f"{request.method} {request.url.path}: {error.detail}; not a verb of this service"
-    return ApiError(error.status_code, message).response()
+    return await read_bytes(request, limits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 from nanorl.serving.training_service.keys import ClientKeys
 from nanorl.serving.training_service.service import TrainingService
 from nanorl.serving.training_service.shared_base import SharedBase

@@ -18,8 +18,9 @@ from nanoinfer.dialects.chat import ChatDialect
 from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall, ToolForm
 from nanoinfer.dialects.messages import MessagesDialect
 from nanoinfer.dialects.responses import ResponsesDialect
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.http.http_io import read_json_body
 from nanoinfer.params import Grammar, Output
-from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion, Completion
 
 TOKENIZER = make_tokenizer()

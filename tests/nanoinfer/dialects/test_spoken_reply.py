@@ -11,8 +11,8 @@ from nanoinfer.chat.form import ChatForm
 from nanoinfer.dialects.call_params import call_params
 from nanoinfer.dialects.exchange import ApiCall
 from nanoinfer.dialects.spoken_reply import SpokenReply
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Output
-from nanoinfer.server.http_io import ApiError
 
 TOKENIZER = make_tokenizer()
 (EOS,) = TOKENIZER.eos_ids

@@ -14,8 +14,9 @@ import pytest
 from pydantic import BaseModel
 
 from nanoinfer.dialects import chat, messages, responses
-from nanoinfer.server import chat_messages, grammar_fields, requests, strict_body, template_fields
-from nanoinfer.server.strict_body import StrictBody
+from nanoinfer.http import strict_body
+from nanoinfer.http.strict_body import StrictBody
+from nanoinfer.server import chat_messages, grammar_fields, requests, template_fields
 
 CHAT, RECORDED = requests.ChatCompletion, chat.RecordedChat
 OPENAI = {

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from nanoinfer.server.listening import listen
+from nanoinfer.http.listening import listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -334,7 +334,8 @@ def test_health_models_and_metrics(served: Served) -> None:
     assert served.send("/v1/chat/completions", question)[0] == 200
     status, text = served.send("/metrics")
     assert status == 200
-    line = re.compile(r"nanoinfer_\w+(\{[^{}]*\})? [-+0-9.e]+|# TYPE nanoinfer_\w+ \w+")
+    about = r"# (TYPE nanoinfer_\w+ \w+|HELP nanoinfer_\w+ .+)"
+    line = re.compile(rf"nanoinfer_\w+(\{{[^{{}}]*\}})? [-+0-9.e]+|{about}")
     assert all(line.fullmatch(row) for row in text.splitlines())
     values = dict(row.rsplit(" ", 1) for row in text.splitlines() if row[0] != "#")
     assert float(values["nanoinfer_sampled_tokens_total"]) > 0

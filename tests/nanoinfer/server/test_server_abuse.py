@@ -18,9 +18,9 @@ from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.app import make_app
-from nanoinfer.server.config import HttpLimits, ServerConfig
+from nanoinfer.server.config import CompletionLimits, ServerConfig
 
-LIMITS = HttpLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
+LIMITS = CompletionLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
 CHAT = {"messages": [{"role": "user", "content": "hel"}], "max_tokens": 3}
 
 
@@ -217,7 +217,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served) -> None:
 
 
 def test_connections_that_ask_for_nothing_are_closed_and_their_number_is_limited() -> None:
-    limits = HttpLimits(head_timeout_s=0.5, max_connections=20)
+    limits = CompletionLimits(head_timeout_s=0.5, max_connections=20)
     with serve(limits=limits) as served:
         half_open = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
         for i, raw in enumerate(half_open):
@@ -316,7 +316,7 @@ def test_a_client_that_never_reads_holds_no_connection(
 ) -> None:
     """Not even for the error that ends a stream after the time limit, nor for the last bytes, which
     the server has written without waiting."""
-    limits = HttpLimits(request_timeout_s=request_timeout_s, send_timeout_s=0.5)
+    limits = CompletionLimits(request_timeout_s=request_timeout_s, send_timeout_s=0.5)
     with serve(limits=limits) as served:
         raw = ask_without_reading(served, is_stream, n)
         deadline = time.monotonic() + 10
@@ -331,7 +331,7 @@ def test_a_client_that_never_reads_holds_no_connection(
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_reads_slowly_gets_its_whole_answer(is_stream: bool) -> None:
     """It takes longer than the time within which it must have taken some."""
-    with serve(limits=HttpLimits(send_timeout_s=1.0)) as served:
+    with serve(limits=CompletionLimits(send_timeout_s=1.0)) as served:
         raw = ask_without_reading(served, is_stream)
         start, answer = time.monotonic(), b""
         while part := raw.recv(4096):
@@ -474,7 +474,7 @@ def test_a_chunked_body_over_the_limit_is_refused(served: Served) -> None:
 
 
 def test_time_and_admission_limits() -> None:
-    limits = HttpLimits(request_timeout_s=0.3, max_completions=2)
+    limits = CompletionLimits(request_timeout_s=0.3, max_completions=2)
     with serve(limits=limits) as served:
         served.send("/pause", {})
         status, answer = served.send("/v1/chat/completions", CHAT)

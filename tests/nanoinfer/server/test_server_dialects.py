@@ -15,9 +15,9 @@ from serving import KEY, Served, serve
 from tiny_text import make_tokenizer
 
 from nanoinfer.dialects.exchange import ApiCall, ApiReply
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Output
-from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.server.config import CompletionLimits
 from nanoinfer.server.kept_answers import KeptAnswers
 
 openai = pytest.importorskip("openai", reason="needs the openai client")
@@ -315,7 +315,7 @@ def test_errors_have_the_form_of_the_api() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_stream_that_breaks_ends_with_the_apis_error(path: str) -> None:
-    limits = HttpLimits(request_timeout_s=0.3)
+    limits = CompletionLimits(request_timeout_s=0.3)
     with speaking("4", limits=limits) as (served, _):
         served.send("/pause", {})
         body: dict[str, Any] = {"model": "tiny", "stream": True, "max_tokens": 9}

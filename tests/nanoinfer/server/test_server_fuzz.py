@@ -13,7 +13,7 @@ from serving import Served, serve
 from tiny_text import make_text_engine
 
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.config import CompletionLimits
 
 NASTY = st.one_of(
     st.none(),
@@ -68,7 +68,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    limits = HttpLimits(max_completions_per_request=4, request_timeout_s=20)
+    limits = CompletionLimits(max_completions_per_request=4, request_timeout_s=20)
     engine = make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
     with serve(engine, limits=limits) as running:
         yield running

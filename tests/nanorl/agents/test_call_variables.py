@@ -6,8 +6,8 @@ import pytest
 from agent_doubles import EOS, TEMPLATE, ScriptedGenerator, output_of, tiny_tokenizer
 
 from nanoinfer.dialects.exchange import ApiCall, message_of
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.server.http_io import ApiError
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.limits import Limits
 

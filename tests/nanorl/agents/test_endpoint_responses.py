@@ -27,8 +27,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from nanoinfer.dialects.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanoinfer.dialects.responses import ResponsesDialect
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Grammar, SamplingParams
-from nanoinfer.server.http_io import ApiError
 from nanorl.agents.endpoint.endpoint_server import ApiSession
 from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.dialects.exchange import ApiCall, message_of
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
-from nanoinfer.server.http_io import ApiError
 from nanorl.agents.endpoint.call_tree import CallTree
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.limits import Limits

@@ -337,7 +337,7 @@ def test_a_server_that_somebody_else_started_serves_a_run(
         ((*LOCAL, "--rollout.addresses", "here"), "must look like http"),
         (
             (*LOCAL, "--rollout.addresses", "http://h:1", "--rollout.api-key-file", "/no"),
-            "--rollout.api-key-file /no: No such file",
+            "--rollout.api-key-file /no: cannot be read",
         ),
         (("--cluster.backend", "ray"), "needs Ray; run: "),
         # of the options alone

@@ -4,6 +4,7 @@ limits, and the client keeps itself from what a server may send."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -266,6 +267,12 @@ def test_the_server_keeps_strangers_out(tmp_path: Path) -> None:
             assert kind.name == "game"
             with pytest.raises(ValueError, match="401"):
                 await kind_at(url)
+            named = url.replace("//", "//any:secret@")
+            assert (await kind_at(named)).name == "game", "the password of an address is a key"
+            password = f"Basic {base64.b64encode(b'any:secret').decode()}"
+            page = {"authorization": password, "origin": "http://evil.example"}
+            assert (await asked(url, "/health", **page))[0] == 401, "a browser's memory is none"
+            assert (await asked(url, "/health", **{"x-api-key": "secret"}))[0] == 200
         async with serving() as (url, server):
             assert (await asked(url, "/health"))[0] == 200
             assert (await asked(url, "/health", host="evil.example"))[0] == 403
@@ -310,7 +317,7 @@ def test_requests_that_cannot_be_are_refused_with_the_field() -> None:
 
 SAID = {
     "hang": "took longer than 0.5 s|Timeout",
-    "hang up": "RemoteProtocolError|ReadError",
+    "hang up": "RemoteDisconnected",
     "flood": "more than 1048576 bytes",
     "garbage": "talks nonsense",
     "500": "answers 500",

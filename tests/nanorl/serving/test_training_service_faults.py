@@ -22,7 +22,7 @@ import pytest
 from tiny_text import make_tokenizer, save_folder
 from training_service import KEY, Served, let_go, serve
 
-from nanoinfer.server.http_io import ApiError
+from nanoinfer.http.api_error import ApiError
 from nanorl.serving.training_service.checkpoints import CheckpointStore, Record, TinkerPath
 from nanorl.serving.training_service.futures import Futures, Line
 from nanorl.serving.training_service.service_config import ServiceConfig

@@ -1,91 +1,49 @@
-"""One HTTP request: reading its body within limits, answering, and noticing that nobody listens.
-
-Every error a client can cause becomes `ApiError` with a status of 4xx and the OpenAI shape
-`{"error": {"message", "type", "param", "code"}}`.
-"""
+"""One HTTP request: reading its body within limits, answering, and noticing that nobody listens."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.cancellation import to_the_end
-from nanoinfer.server.strict_body import explained
+from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.http.strict_body import explained
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
-Emit = Callable[[Any], Awaitable[None]]
 Handler = Callable[[Request], Awaitable[Response]]
+Emit = Callable[[Any], Awaitable[None]]
 LARGE_BYTES = 1 << 14
 """What is smaller is worked on in less time than a thread takes to begin under load."""
 SHOWN_BYTES = 64
 """Of a token in an answer, about."""
 
 
-class ApiError(Exception):
-    """An error that the client is told, with its HTTP status and the field at fault."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, *, code: str | None = None
-    ) -> None:
-        """`code` is a name of OpenAI's for the kind of error, where it has one."""
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def to_json(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Those that go with the status."""
-        named = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-        return named.get(self.status, {})
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.to_json(), self.status, self.headers)
-
-
-class HungUpError(Exception):
-    """The client closed its connection."""
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Inside, a `ValueError` is about what the client asked for."""
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-        name = message.split(":")[0].split("=")[0]
-        raise ApiError(400, message, name if name.isidentifier() else None) from None
-
-
-async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
+async def read_body(request: Request, model: type[Body], limits: HttpLimits) -> Body:
     """The JSON body as `model`."""
-    raw = await read_bytes(request, max_bytes, limit_s)
+    raw = await read_bytes(request, limits)
     return await in_proportion(len(raw), lambda: read_json_body(parse_object(raw), model))
 
 
-async def read_object(request: Request, max_bytes: int, limit_s: float) -> dict[str, Any]:
+async def read_object(request: Request, limits: HttpLimits) -> dict[str, Any]:
     """The JSON object of a body."""
-    raw = await read_bytes(request, max_bytes, limit_s)
+    raw = await read_bytes(request, limits)
     return await in_proportion(len(raw), lambda: parse_object(raw))
 
 
-async def read_bytes(request: Request, max_bytes: int, limit_s: float) -> bytes:
-    """A body as it came. ApiError 413 where it is longer than `max_bytes`."""
+async def read_bytes(request: Request, limits: HttpLimits) -> bytes:
+    """A body as it came. ApiError 413 where it is too long, 408 where it took too long."""
+    limit_s = limits.body_timeout_s
     try:
-        raw = await asyncio.wait_for(_read_bytes(request, max_bytes), limit_s)
+        raw = await asyncio.wait_for(_read_bytes(request, limits.max_body_bytes), limit_s)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:

@@ -1,4 +1,4 @@
-"""A connection of the server: how many there may be, how much and how long one may ask.
+"""A connection of a server: how many there may be, how much and how long one may ask.
 
 uvicorn closes a connection that is idle after an answer, but not one that never sends a whole head,
 nor one that never reads: whoever writes to that waits forever, an error after the time limit, too.
@@ -14,26 +14,35 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanoinfer.server.config import HttpLimits
+from nanoinfer.http.http_limits import HttpLimits
 
 KEEP_ALIVE_S = 30
 _HEAD_END = re.compile(rb"\n\r?\n")
 
 
 def server_config(
-    app: Starlette, limits: HttpLimits, host: str, port: int, *, access_log: bool = True
+    app: Starlette,
+    limits: HttpLimits,
+    *,
+    is_program: bool = True,
+    access_log: bool = False,
+    log_level: str | None = None,
+    close_s: int | None = None,
 ) -> uvicorn.Config:
-    """Put uvicorn around `app`, and `limits` on each of its connections. `access_log`: a line for
-    each request."""
+    """Put uvicorn around `app`, and `limits` on each of its connections. Where the server is no
+    program of its own, the process' logging is not set up. `access_log`: a line for each request.
+    `close_s`: how long clients that still read have at the end; None: as long as they take."""
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        port=0,  # of callers that give it no socket
         http=limited_connection(limits),
         ws="none",
         lifespan="off",
+        log_config=uvicorn.config.LOGGING_CONFIG if is_program else None,
+        log_level=log_level,
         access_log=access_log,
         timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=close_s,
     )
 
 

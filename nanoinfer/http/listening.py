@@ -1,11 +1,15 @@
-"""The socket of a server. By hand, because uvicorn ends the process where it cannot listen."""
+"""The socket of a server and its address. By hand, because uvicorn ends the process where it cannot
+listen."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 MOST_PORTS = 65535
 BACKLOG = 1024
+WILDCARDS = ("0.0.0.0", "::")
+"""Addresses that stand for all of a machine's."""
 
 
 def listen(host: str, port: int, *, flags: str = "--") -> socket.socket:
@@ -57,3 +61,31 @@ def _bound(family: int, address: tuple[str, int]) -> socket.socket:
 
 def _reason(error: Exception) -> object:
     return getattr(error, "strerror", None) or error
+
+
+def url_at(host: str, port: int) -> str:
+    """The URL of a host's name or address and a port."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def url_of(listener: socket.socket, host: str, name: str = "") -> str:
+    """The URL at which a client reaches `listener`, which was bound to `host`. Where that stands
+    for all addresses it is the machine's `name`; by default the one that it calls itself."""
+    shown = (name or socket.gethostname()) if host in WILDCARDS else host
+    return url_at(shown, listener.getsockname()[1])
+
+
+def require_key(host: str, *, has_key: bool) -> None:
+    """`ValueError` where a network would be listened to without asking for a key."""
+    if not has_key and not is_loopback(host):
+        raise ValueError(
+            f"--host {host}: is open to the network; give --api-key-file, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for a name or address by which this machine calls itself."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
