@@ -94,6 +94,7 @@ print(size, before - asleep, before - resident())
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
 @pytest.mark.parametrize("mode", ["keep", "return"])
 def test_sleep_gives_the_memory_back(mode: str) -> None:
