@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from host_processes import is_running
+from waiting import eventually
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 ROOT = Path(__file__).parents[2]
@@ -120,10 +121,8 @@ def test_a_hung_program_and_what_it_started_are_killed(monkeypatch, tmp_path):
     begin = time.monotonic()
     assert run_program(["-c", HANGS, str(tmp_path / "pid")], 6) is None
     assert time.monotonic() - begin < 60
-    started, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while is_running(started) and time.monotonic() < end:  # the kernel takes a moment
-        time.sleep(0.05)
-    assert not is_running(started)
+    started = int((tmp_path / "pid").read_text())
+    assert eventually(lambda: not is_running(started))  # the kernel takes a moment
     assert verdict_of(None, 6)["failures"] == ["stopped after 6 s"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("kernels", "nanoengine", "nanoinfer", "nanorl", "nanosched")
 THEIRS = {

@@ -6,12 +6,12 @@ import contextlib
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tiny_text import make_text_engine, make_tokenizer
+from waiting import wait_until
 
 NEEDS = "needs the extra `serve` (starlette, uvicorn)"
 pytest.importorskip("starlette", reason=NEEDS)
@@ -64,10 +64,10 @@ class Served:
 
     def wait_idle(self) -> None:
         """Until nothing is in flight; fails if something stays."""
-        deadline = time.monotonic() + 30
-        while self.engine.num_unfinished or self.app.metrics.num_active:
-            assert time.monotonic() < deadline, f"{self.engine.num_unfinished} requests leaked"
-            time.sleep(0.01)
+        wait_until(
+            lambda: not (self.engine.num_unfinished or self.app.metrics.num_active),
+            told=lambda: f"{self.engine.num_unfinished} requests leaked",
+        )
         assert self.engine._blocks.num_free == self.engine._blocks.num_blocks
         assert not self.app.client._callers
         self.engine.check()
@@ -88,9 +88,7 @@ def serve(
     server = uvicorn.Server(server_config(app.starlette(), limits, access_log=True))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.005)
+    wait_until(lambda: server.started, alive=thread.is_alive, told=lambda: "it did not start")
     served = Served(app, engine, server)
     try:
         yield served

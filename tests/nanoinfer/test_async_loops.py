@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from cache_oracle import make_engine, replay
+from waiting import turns, until
 
 from nanoengine.formats.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
@@ -97,9 +98,7 @@ def test_cancellation_in_the_middle_of_many_frees_exactly_those(use_thread: bool
             else:
                 assert not isinstance(output, BaseException)
                 assert output.ids == replay(ids, output.versions)
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert client.engine.num_unfinished == 0
+        await until(lambda: not client.engine.num_unfinished)
         assert client.engine._blocks.num_free == 64
         client.engine.check()
         await client.close()
@@ -130,7 +129,7 @@ def test_a_step_is_over_before_a_call_that_is_cancelled_twice_returns() -> None:
         await asyncio.to_thread(is_running.wait, 10)
         for _ in range(2):
             task.cancel()
-            await asyncio.sleep(0.01)
+            await turns(10)
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -149,7 +148,7 @@ def test_a_request_whose_caller_is_cancelled_twice_is_aborted_when_the_caller_re
         async with client._between_steps:  # as while a step runs
             for _ in range(2):
                 task.cancel()
-                await asyncio.sleep(0.01)
+                await turns(10)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert client.engine.num_unfinished == 0
@@ -162,8 +161,7 @@ def test_work_is_complete_however_often_it_is_cancelled() -> None:
     seen: list[str] = []
 
     async def work() -> None:
-        for _ in range(5):
-            await asyncio.sleep(0.01)
+        await turns(20)
         seen.append("complete")
 
     async def caller() -> None:
@@ -176,7 +174,7 @@ def test_work_is_complete_however_often_it_is_cancelled() -> None:
     async def main() -> None:
         task = asyncio.create_task(caller())
         for _ in range(3):
-            await asyncio.sleep(0.005)
+            await turns(5)
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -187,12 +185,12 @@ def test_work_is_complete_however_often_it_is_cancelled() -> None:
 
 def test_what_the_work_raises_comes_before_the_cancellation() -> None:
     async def work() -> None:
-        await asyncio.sleep(0.02)
+        await turns(20)
         raise OSError("the disk is full")
 
     async def main() -> None:
         task = asyncio.create_task(to_the_end(work()))
-        await asyncio.sleep(0.005)
+        await turns(5)
         task.cancel()
         with pytest.raises(OSError, match="the disk is full"):
             await task

@@ -264,6 +264,7 @@ class RandomWorkload(RuleBasedStateMachine):
         RandomWorkload.num_rejected += int(counts["drafted_tokens"] - counts["accepted_tokens"])
 
 
+@pytest.mark.slow
 def test_random_workloads_of_10000_steps_compute_every_token_right_and_leak_nothing() -> None:
     run_state_machine_as_test(
         RandomWorkload,

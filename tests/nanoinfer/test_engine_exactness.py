@@ -18,7 +18,9 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
-SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe", "gpt-oss")
+OF_THE_BOOK = "qwen3-untied-wide-head"
+OTHERS = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-moe", "gpt-oss")
+SHAPES = (OF_THE_BOOK, *(pytest.param(one, marks=pytest.mark.sweep) for one in OTHERS))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -135,6 +137,7 @@ def test_rollout_logps_equal_the_training_forward_pass_bit_for_bit(model: Transf
         assert [o.logps for o in outputs] == trained
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
 @pytest.mark.parametrize("shape", FAMILY_SHAPES)
 def test_rollout_logps_of_every_family_equal_the_training_forward_pass_bit_for_bit(

@@ -13,6 +13,8 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 
+pytestmark = pytest.mark.sweep
+
 
 def reference_greedy(
     reference: PreTrainedModel, prompts: list[list[int]], num_tokens: int

@@ -11,7 +11,7 @@ from tiny_models import save_reference
 from nanoengine.formats.hf import load_model
 from nanoengine.model.transformer import Transformer
 
-pytestmark = pytest.mark.usefixtures("no_native")
+pytestmark = [pytest.mark.usefixtures("no_native"), pytest.mark.sweep]
 
 
 @pytest.fixture(params=exactness.DTYPES, ids=("fp32", "bf16"))

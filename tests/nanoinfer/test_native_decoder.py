@@ -19,7 +19,7 @@ from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants.fp8_cache import Fp8Cache
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.sweep]
 DENSE = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")
 SWITCHED = ("mistral-window", "smollm3-window", "granite", "qwen3-yarn-window")
 DTYPES = (torch.float32, torch.bfloat16)

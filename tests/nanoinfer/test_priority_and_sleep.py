@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cache_oracle import make_engine, replay, run_all
 from tiny_text import make_text_engine
+from waiting import until
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import SamplingParams
@@ -93,6 +94,7 @@ print(size, before - asleep, before - resident())
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
 @pytest.mark.parametrize("mode", ["keep", "return"])
 def test_sleep_gives_the_memory_back(mode: str) -> None:
@@ -169,13 +171,10 @@ def test_a_stream_that_is_closed_or_cancelled_aborts_its_request() -> None:
                     pass
 
             task = asyncio.create_task(read())
-            while not client.engine.num_unfinished:
-                await asyncio.sleep(0)
+            await until(lambda: client.engine.num_unfinished)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            for _ in range(100):
-                await asyncio.sleep(0.001)
-            assert client.engine.num_unfinished == 0
+            await until(lambda: not client.engine.num_unfinished)
             assert client.engine._blocks.num_free == client.engine._blocks.num_blocks
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

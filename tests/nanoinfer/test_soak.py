@@ -24,6 +24,7 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 
+pytestmark = pytest.mark.sweep
 NUM_REQUESTS = 5000
 WINDOW = 1000
 NUM_BLOCKS = 160

@@ -17,12 +17,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -101,10 +103,10 @@ class RunProcess:
         return self.log.read_text()
 
     def await_file(self, path: Path, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not path.exists():
-            assert self.process.is_alive() and time.monotonic() < deadline, self.output()
-            time.sleep(0.01)
+        wait_until(path.exists, timeout_s, alive=self.process.is_alive, told=self.output)
+
+    def await_true(self, is_so: Callable[[], object], timeout_s: float = 120.0) -> None:
+        wait_until(is_so, timeout_s, alive=self.process.is_alive, told=self.output)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -204,6 +204,7 @@ def with_logps(seed: int) -> list[list[Rollout]]:
 GDPO = AlgorithmSpec(advantage="gdpo", reward_parts=("right", "short=-0.1"))
 
 
+@pytest.mark.sweep
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     spec=specs() | st.sampled_from([GDPO, *(recipe.spec for recipe in RECIPES.values())]),
@@ -214,7 +215,8 @@ GDPO = AlgorithmSpec(advantage="gdpo", reward_parts=("right", "short=-0.1"))
 def test_no_recipe_trains_on_a_rollout_with_a_number_that_is_none(
     spec: AlgorithmSpec, seed: int, number: float, place: Callable[[Rollout, float], None]
 ) -> None:
-    spec = replace(spec, dynamic_sampling=False)
+    buffer = min(spec.overlong_buffer, MAX_TOKENS)  # of short rollouts
+    spec = replace(spec, dynamic_sampling=False, overlong_buffer=buffer)
     groups = with_logps(seed)
     scoring = Scoring(**scoring_of(spec))
     build_batch(groups, spec, max_tokens=MAX_TOKENS, version=VERSION, scoring=scoring)

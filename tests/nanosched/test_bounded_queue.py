@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+from waiting import turns
 
 from nanosched import BoundedQueue, QueueClosed
 
@@ -21,7 +22,7 @@ def test_put_waits_while_the_queue_is_full():
             queue.close()
 
         producer = asyncio.create_task(produce())
-        await asyncio.sleep(0.01)
+        await turns(100)
         assert len(queue) == 2  # stuck at the bound
         assert [n async for n in queue] == list(range(50))
         await producer
@@ -100,8 +101,7 @@ def test_no_item_is_lost_or_doubled_when_waiters_are_cancelled(seed):
                 rng.choice(tasks).cancel()
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         waiting = [t for t in tasks if not t.done()]
         # Not both kinds may wait: that would be a lost wake-up.
         kinds = {t.get_coro().__name__ for t in waiting}  # type: ignore[union-attr]

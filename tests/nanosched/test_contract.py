@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ import torch
 from backends import MACHINE, MakeScheduler, local, ray
 from contract_actors import Arrays, Counter, Plain, Rank, Reporter, Stubborn
 from host_processes import is_running
+from waiting import eventually, until
 
 from nanosched import (
     GetTimeout,
@@ -29,14 +28,6 @@ from nanosched import (
 
 LIMIT_S = 60.0  # no test waits that long: it is what a loaded machine may take
 processes = pytest.mark.parametrize("backend", [local, ray])
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    """Whether it becomes so; for what a back end learns a moment later."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_so() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return is_so()
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -407,10 +398,7 @@ def test_a_death_is_noticed_while_something_else_is_awaited(sched):
         pid = await plain.pid.remote()
         waiting = asyncio.ensure_future(_await(counter.wait_for_gate.remote()))
         os.kill(pid, signal.SIGKILL)
-        for _ in range(int(LIMIT_S / 0.01)):
-            if noticed:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: noticed, LIMIT_S)
         await counter.open_gate.remote()
         assert await waiting == "open"
         return noticed[0]

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 from contract_actors import Counter
+from waiting import until
 
 from nanosched import ActorHandle, Future, Scheduler, SchedulerError, TaskError, WorkerDied
 
@@ -94,8 +95,7 @@ def test_kill_stops_a_method_that_runs_on_the_loop(sched):
         sched.kill(counter)
         with pytest.raises(WorkerDied):
             await waiting
-        await asyncio.sleep(0.01)
-        assert len(asyncio.all_tasks()) == 1
+        await until(lambda: len(asyncio.all_tasks()) == 1)
 
     asyncio.run(main())
 

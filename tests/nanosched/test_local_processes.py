@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from host_processes import is_running
 from local_actors import Caller, SlowStarter, Worker, children_of
+from waiting import eventually, wait_until
 
 from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
 from nanosched.local import forkserver
@@ -34,15 +35,6 @@ pytestmark = pytest.mark.xdist_group("actors")
 def sched() -> Iterator[Scheduler]:
     with Scheduler(backend="local", resources=MACHINE, preload=["local_actors"]) as scheduler:
         yield scheduler
-
-
-def eventually(is_true: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_true():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def num_files(pid: int) -> int:
@@ -379,10 +371,7 @@ def test_a_handle_survives_the_restart_of_its_actor(sched: Scheduler, tmp_path: 
     assert sched.get(caller.send.remote(100_000)) == 100_000
     pid = sched.get(worker.pid.remote())
     waiting = caller.outlive.remote(str(tmp_path / "begun"))
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "begun").exists():  # earlier, the call would go to the restarted worker
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "begun").exists)  # earlier, the call would go to the restarted worker
     os.kill(pid, signal.SIGKILL)
     assert "Worker died" in sched.get(waiting, timeout_s=LIMIT_S)
     assert sched.get(caller.add.remote(), timeout_s=LIMIT_S) == 1

@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from waiting import eventually, wait_until
 
 from nanoengine.formats.hf import hf_views, load_model
 from nanoengine.sft import sft_run
@@ -212,10 +212,11 @@ def start_ranks(folder: Path, chats: Path, out: Path) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n")):
-        assert time.monotonic() < deadline and program.poll() is None, program.communicate()
-        time.sleep(0.05)
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n"),
+        limit_s=120,
+        alive=lambda: program.poll() is None,
+    )
     return program
 
 
@@ -233,10 +234,7 @@ def processes_of(session: int) -> dict[int, int]:
 
 
 def nobody_is_left(session: int) -> bool:
-    deadline = time.monotonic() + 30
-    while processes_of(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes_of(session)
+    return eventually(lambda: not processes_of(session))
 
 
 def test_a_layout_that_the_model_refuses_is_told_once_and_starts_no_process(

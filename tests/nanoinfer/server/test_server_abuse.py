@@ -13,6 +13,7 @@ import h11
 import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_text_engine, make_tokenizer
+from waiting import wait_until
 
 from nanoinfer.batch import RunnerOutput, StepInput
 from nanoinfer.model_runner import ModelRunner
@@ -79,8 +80,7 @@ def test_a_client_that_hangs_up_before_its_answer_is_aborted(served: Served) -> 
             + f"{KEY}\r\nContent-Length: {len(sent)}\r\n\r\n".encode()
             + sent
         )
-        while served.engine.num_unfinished < 3:
-            time.sleep(0.001)
+        wait_until(lambda: served.engine.num_unfinished >= 3)
         raw.close()
         served.wait_idle()
     served.send("/resume", {})
@@ -319,12 +319,11 @@ def test_a_client_that_never_reads_holds_no_connection(
     limits = CompletionLimits(request_timeout_s=request_timeout_s, send_timeout_s=0.5)
     with serve(limits=limits) as served:
         raw = ask_without_reading(served, is_stream, n)
-        deadline = time.monotonic() + 10
-        while not served.engine.metrics()["num_requests"]:
-            time.sleep(0.01)
-        while served.state.connections or served.state.tasks:
-            assert time.monotonic() < deadline, "the connection is kept"
-            time.sleep(0.01)
+        wait_until(lambda: served.engine.metrics()["num_requests"])
+        wait_until(
+            lambda: not (served.state.connections or served.state.tasks),
+            told=lambda: "the connection is kept",
+        )
         raw.close()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from test_batching import rollout
+from waiting import turns
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import RolloutCollector
@@ -46,7 +47,7 @@ def test_stop_waits_until_rollouts_have_cleaned_up() -> None:
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(0.01)  # a sandbox that is given back
+            await turns(10)  # a sandbox that is given back
             events.append("cleaned up")
         raise AssertionError("nobody waits so long")
 
@@ -55,7 +56,7 @@ def test_stop_waits_until_rollouts_have_cleaned_up() -> None:
         group = asyncio.create_task(
             collector.run_group(TASK, group_id="g", size=2, sampling=SamplingParams())
         )
-        await asyncio.sleep(0.01)
+        await turns(10)
         await collector.stop()
         events.append("stopped")
         await asyncio.gather(group, return_exceptions=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from test_async_training import make_model
+from waiting import turns
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
@@ -22,7 +23,7 @@ def test_rollouts_beyond_the_limit_wait_in_their_order() -> None:
         async def play(name: int) -> None:
             async with limit.place():
                 order.append(name)
-                await asyncio.sleep(0.001)
+                await turns(3)
 
         await asyncio.gather(*(play(name) for name in range(6)))
         return order, limit.take_counts()
@@ -37,7 +38,7 @@ def test_a_rollout_that_is_cancelled_while_it_waits_takes_no_place() -> None:
 
         async def play() -> None:
             async with limit.place():
-                await asyncio.sleep(0.005)
+                await turns(5)
 
         first, second, third = [asyncio.create_task(play()) for _ in range(3)]
         await asyncio.sleep(0)

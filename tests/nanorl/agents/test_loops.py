@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
+from waiting import turns
 
 import nanorl
 from nanoinfer.chat.hermes import HermesParser
@@ -282,7 +283,7 @@ def test_seeds_of_helpers_do_not_depend_on_who_is_faster() -> None:
         class Uneven(Policy):
             async def generate(self, ids: list[int], params: SamplingParams) -> Output:
                 if f"user\npart {slow}" in TINY.decode(ids):
-                    await asyncio.sleep(0.02)
+                    await turns(50)
                 return await super().generate(ids, params)
 
         policy = Uneven(delegating)

@@ -11,6 +11,7 @@ import pytest
 from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import turns
 
 from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.http.api_error import ApiError
@@ -40,8 +41,7 @@ class Dice:
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         rng = random.Random(f"{params.seed}/{len(ids)}")
-        for _ in range(rng.randrange(4)):
-            await asyncio.sleep(0)
+        await turns(rng.randrange(4))
         size = rng.randint(1, params.max_tokens)
         # "a" then "b" is a token by itself where text is encoded again
         sampled = [rng.choice([64, 65, 66, 220, 97]) for _ in range(size)]
@@ -121,8 +121,7 @@ class RandomClient:
             await self.ask(history, n=rng.randint(2, 3))
         elif doing == "give up":
             task = asyncio.ensure_future(self.ask(history))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
+            await turns(rng.randrange(4))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         elif doing == "at once":

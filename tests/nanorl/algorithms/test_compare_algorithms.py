@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from forked_runs import ROOT, SMALL, Slow, _context, _main
 from run_outcomes import rollouts, weights
+from waiting import wait_until
 
 from nanoengine.state.run_folder import LOCK, take_lock
 from nanorl.algorithms.recipes import RECIPES
@@ -156,10 +157,7 @@ def test_a_killed_comparison_ends_as_an_undisturbed_one_and_repeats_nothing(tmp_
     _check_results(whole)
     marker = tmp_path / "marker"
     with Comparison(cut, marker=marker) as killed:
-        deadline = time.monotonic() + 120
-        while not marker.exists():
-            assert killed.process.is_alive() and time.monotonic() < deadline, killed.log.read_text()
-            time.sleep(0.02)
+        wait_until(marker.exists, 120, alive=killed.process.is_alive, told=killed.log.read_text)
         finished = stamps(cut / "first" / "seed0") | stamps(cut / "base" / "seed0")
         os.kill(killed.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         assert killed.wait() == -signal.SIGKILL

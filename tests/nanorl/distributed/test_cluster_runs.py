@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,10 +84,7 @@ def stop(run: RunProcess, slow: Slow) -> None:
     """Ctrl-C in the slow step; it is the last one that the run makes."""
     run.await_file(slow.marker)
     run.signal()
-    deadline = time.monotonic() + 60
-    while "stopping after this step" not in run.output():
-        assert run.process.is_alive() and time.monotonic() < deadline, run.output()
-        time.sleep(0.02)
+    run.await_true(lambda: "stopping after this step" in run.output())
     slow.marker.unlink()
     assert run.wait() == 130, run.output()
 
@@ -232,10 +228,14 @@ def status(run: Path) -> dict[str, Any]:
 
 def await_step(process: RunProcess, run: Path, step: int) -> int:
     """Wait until that step is done; which one is, then."""
-    deadline = time.monotonic() + 120
-    while (done := status(run).get("step")) is None or done < step:
-        assert process.process.is_alive() and time.monotonic() < deadline, process.output()
-        time.sleep(0.02)
+    done = -1
+
+    def is_done() -> bool:
+        nonlocal done
+        done = status(run).get("step", -1)
+        return done >= step
+
+    process.await_true(is_done)
     return done
 
 

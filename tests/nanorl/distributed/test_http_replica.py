@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_model, make_text_engine
+from waiting import until
 
 from kernels.transport.checksum import checksum
 from nanoengine.formats.hf import export_state, save_model
@@ -45,8 +46,7 @@ def same(mine: Output, true: Output) -> bool:
 
 
 async def until_sampled(served: Served, count: int) -> None:
-    while served.engine.metrics()["sampled_tokens"] < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: served.engine.metrics()["sampled_tokens"] >= count)
 
 
 def test_requests_move_between_servers_and_lose_nothing() -> None:

@@ -7,6 +7,7 @@ import inspect
 import time
 
 import pytest
+from waiting import turns, until
 
 from nanorl.distributed.roles.actor_role import (
     MOST_COLLAPSES,
@@ -102,7 +103,7 @@ def test_a_start_that_is_given_up_leaves_no_process() -> None:
         with Scheduler(backend="inline") as scheduler:
             nursery = Nursery(scheduler, num_hanging=100)
             call = asyncio.create_task(nursery.role().call(Sleepy.answer))
-            await asyncio.sleep(START_S / 4)
+            await until(lambda: nursery.started)
             call.cancel()
             await asyncio.wait({call})
             assert (await nursery.num_dead(), len(nursery.started)) == (1, 1)
@@ -154,8 +155,7 @@ class Standing:
 
     async def beat(self) -> dict[str, float]:
         time.sleep(1.5 * HANG_S)
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(50)
         return {"load": 1.0}
 
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 import pytest
 import torch
 from tiny_text import make_model, make_tokenizer
+from waiting import turns
 
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
@@ -43,8 +44,7 @@ class Echo(Env):
         self._draw = draw
 
     async def step(self, text: str) -> str:
-        for _ in range(self._draw.randrange(12)):
-            await asyncio.sleep(0)
+        await turns(self._draw.randrange(12))
         return "Output:\n" + blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -54,8 +54,7 @@ async def play_all(generator: Generator, draw: random.Random) -> list[Rollout]:
     agent = Agent(generator=generator, tokenizer=TOKENIZER, limits=limits)
 
     async def play(group: int, member: int) -> Rollout:
-        for _ in range(draw.randrange(60)):
-            await asyncio.sleep(0)
+        await turns(draw.randrange(60))
         task = Task(task_id=f"t{group}", kind="k", prompt=f"hello, the {group}" * 3, answer="42")
         options = {"repetition_penalty": 1.2} if group == 1 else {}
         sampling = SamplingParams(seed=100 * group + member, temperature=0.8, **options)  # type: ignore[arg-type]
@@ -108,8 +107,7 @@ class Cluster:
             self.sched.kill(self._handles[name])
         else:
             await self._handles[name].call(Replica.drain)
-        for _ in range(self._draw.randrange(20)):
-            await asyncio.sleep(0)
+        await turns(self._draw.randrange(20))
         del self._handles[name]
         self.add()
 
@@ -146,8 +144,7 @@ def test_no_replica_no_batch_and_no_death_changes_a_rollout(dtype: torch.dtype) 
             cluster.add()
         playing = asyncio.create_task(play_all(cluster.router, draw))
         while not playing.done():
-            for _ in range(draw.randrange(1, 25)):
-                await asyncio.sleep(0)
+            await turns(draw.randrange(1, 25))
             if seed and not playing.done():
                 await cluster.trouble()
         counters = cluster.router.counters()

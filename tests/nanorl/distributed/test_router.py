@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import turns
 
 from nanoinfer.params import Output, SamplingParams
 from nanorl.distributed.roles.replica_clients import ReplicaLost
@@ -158,8 +159,7 @@ def test_requests_of_a_dead_replica_and_of_a_drained_one_go_elsewhere() -> None:
         router, replicas = make(3)
         params = [SamplingParams(seed=i, max_tokens=20) for i in range(9)]
         tasks = [asyncio.create_task(router.generate([i] * 20, p)) for i, p in enumerate(params)]
-        for _ in range(6):
-            await asyncio.sleep(0)
+        await turns(6)
         replicas["r0"].is_dead = True
         replicas["r1"].is_drained = True
         outputs = await asyncio.gather(*tasks)
@@ -237,8 +237,7 @@ def test_what_a_drain_cut_short_is_counted_once_a_request() -> None:
             asyncio.create_task(router.generate([i] * 20, SamplingParams(max_tokens=20)))
             for i in range(3)
         ]
-        for _ in range(6):
-            await asyncio.sleep(0)
+        await turns(6)
         replicas["r0"].is_drained = True
         router.set_replicas(replicas | {"r1": FakeReplica()})
         await asyncio.gather(*tasks)
@@ -291,8 +290,7 @@ class Storm:
         elif event == "add":
             self.add()
         elif event == "turn":
-            for _ in range(number):
-                await asyncio.sleep(0)
+            await turns(number)
         elif number < len(names):
             self.hit(event, names[number])
 

@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "slurm" / "train_agent.sbatch"
@@ -117,10 +117,7 @@ def test_the_end_of_its_time_asks_the_run_to_save_and_waits_for_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     job = start(tmp_path, driver=FOREVER)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "log.driver").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "log.driver").exists)
     job.send_signal(number)
     assert job.wait(60) == 130
     assert (tmp_path / "log.saved").exists()

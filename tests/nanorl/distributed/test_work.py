@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from waiting import until
 
 from nanorl.distributed.roles.actor_role import status_of
 from nanorl.distributed.roles.work import WorkThread
@@ -26,8 +27,7 @@ def test_calls_that_run_and_wait_are_counted_and_timed_while_they_do() -> None:
 
         assert work.counters() == {"num_running": 0, "num_waiting": 0, "busy_s": 0}
         calls = [asyncio.create_task(work.run(hold, index)) for index in range(3)]
-        while not has_begun.is_set():
-            await asyncio.sleep(0.001)
+        await until(has_begun.is_set)
         first, later = work.counters(), work.counters()
         assert (first["num_running"], first["num_waiting"]) == (1, 2)
         assert 0 < first["busy_s"] < later["busy_s"]  # of a call that has not ended

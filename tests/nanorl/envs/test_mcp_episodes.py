@@ -6,13 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import until, wait_until
 
 import nanorl
 from nanorl.envs.tools.base import ToolContext
@@ -37,10 +37,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_alive, pids)), SOON_S, told=lambda: pids)
 
 
 class Servers:
@@ -232,9 +229,7 @@ def test_an_episode_that_is_cancelled_while_its_server_starts_leaves_none(tmp_pa
     async def play() -> None:
         context = context_of()
         calling = asyncio.ensure_future(tools["pid"].run(context, {}))
-        async with asyncio.timeout(SOON_S):
-            while len(again.pids) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(again.pids) >= 2, SOON_S)
         calling.cancel()
         await asyncio.gather(calling, return_exceptions=True)
         await context.close()

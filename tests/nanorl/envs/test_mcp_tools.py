@@ -4,11 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from nanorl.envs.tools.base import ToolContext, ToolError
 from nanorl.envs.tools.mcp import McpServer, McpTool, mcp_tools
@@ -36,10 +36,7 @@ def is_alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 30
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_alive(pid)
+    return eventually(lambda: not is_alive(pid))
 
 
 def test_a_server_is_listed_called_restarted_and_ended() -> None:

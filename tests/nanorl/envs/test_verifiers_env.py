@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import tiny_text
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
+from waiting import wait_until
 
 from nanoengine.formats.hf import save_model
 from nanoengine.model.transformer import Transformer
@@ -365,14 +365,7 @@ def test_a_worker_that_hangs_ends_with_its_parent(sent: signal.Signals, tmp_path
         parent.send_signal(sent)
     parent.wait(20.0)
     grace = LETTING_GO_S + 5.0 if sent == signal.SIGKILL else 0.0
-    wait_until(lambda: not marked_processes(), grace)
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < until, f"not within {within_s:g} s: {marked_processes()}"
-        time.sleep(0.05)
+    wait_until(lambda: not marked_processes(), grace, told=marked_processes)
 
 
 @needs_verifiers

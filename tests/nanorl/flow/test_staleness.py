@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from waiting import turns
 
 from nanorl.flow.staleness import StalenessController
 
@@ -43,7 +44,7 @@ def test_a_waiting_group_is_admitted_when_the_version_advances() -> None:
             events.append("second")
 
         task = asyncio.create_task(produce())
-        await asyncio.sleep(0.01)
+        await turns(100)
         events.append("update")
         control.advance(1)
         await task

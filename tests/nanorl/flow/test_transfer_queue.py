@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from test_batching import rollout
+from waiting import turns
 
 from nanorl.flow.assembly import BatchAssembler, GroupBatch
 from nanorl.flow.batch_policy import BatchPolicy
@@ -51,8 +52,7 @@ def indices(rows: Sequence[Row]) -> list[int]:
 async def soon(call: Awaitable[Any]) -> asyncio.Future[Any]:
     """Start it, and let it get as far as it can."""
     task = asyncio.ensure_future(call)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     return task
 
 

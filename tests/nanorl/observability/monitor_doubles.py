@@ -103,10 +103,3 @@ class Watched:
     @property
     def log(self) -> str:
         return self.out.getvalue()
-
-
-async def until(condition: Any, limit_s: float = 60.0) -> None:
-    """Wait for something that another task or thread does."""
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from monitor_doubles import PaperCluster, Watched, role, until
+from monitor_doubles import PaperCluster, Watched, role
+from waiting import until
 
 from nanoengine.stop_signals import Interrupted
 from nanorl.observability.monitor.alerts import QUIET_S, Alert, AlertRules, SuccessWatch

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked_runs import ROOT, RunProcess
+from waiting import wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
@@ -54,10 +54,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def await_true(run: DisturbedRun, is_true: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert run.is_alive and time.monotonic() < deadline_s, run.output()
-        time.sleep(0.02)
+    wait_until(is_true, LIMIT_S, alive=lambda: run.is_alive, told=run.output)
 
 
 def strike(run: DisturbedRun, role: str, number: signal.Signals) -> None:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_runs import RunProcess
+from waiting import wait_until
 
 from nanoengine.state.checkpoint import open_checkpoint
 from nanorl.observability.store import RolloutStore
@@ -28,20 +30,25 @@ SMALL = (
 )
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def finish(process: RunProcess) -> str:
+    """What it printed; the next one's log is empty again."""
+    assert process.wait(240) is not None, process.output()
+    output = process.output()
+    process.log.unlink()
+    return output
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program itself, in a process of its own."""
+    return subprocess.run(
         [sys.executable, "scripts/train_agent.py", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=240,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    return output
 
 
 def content(run: Path) -> dict[str, str]:
@@ -53,23 +60,26 @@ def content(run: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_run_killed_five_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = RunProcess(tmp_path / "log", *SMALL, "--out", str(whole))
+    process.await_file(process.log)
     begin = time.monotonic()
-    process = start(*SMALL, "--out", str(whole))
-    assert process.wait(timeout=240) == 0, finish(process)
+    output = finish(process)
+    assert process.wait() == 0, output
     duration = time.monotonic() - begin
 
     rng = random.Random(0)
     arguments = [*SMALL, "--out", str(killed)]
     for _ in range(5):
-        process = start(*arguments)
+        process = RunProcess(tmp_path / "log", *arguments)
+        process.await_file(process.log)
         time.sleep(rng.uniform(0.25, 0.95) * duration)
-        process.kill()
+        process.process.kill()
         finish(process)
         if (killed / "config.json").exists():
             arguments = ["--resume", "--out", str(killed)]
-    process = start(*arguments)
+    process = RunProcess(tmp_path / "log", *arguments)
     output = finish(process)
-    assert process.returncode == 0, output
+    assert process.wait() == 0, output
 
     norms = [json.loads(line)["grad_norm"] for line in (whole / "metrics.jsonl").open()]
     assert len(norms) == 4 and all(norm > 0 for norm in norms)
@@ -88,18 +98,17 @@ def test_a_killed_run_with_critic_and_reference_ends_with_the_same_bits(tmp_path
     more += ("--rl.algorithm.overlong-buffer", "250")
     more += ("--rl.critic-lr", "1e-3", "--rl.lr", "1e-3", "--rl.epochs", "2")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(*SMALL, *more, "--out", str(whole))
-    assert process.wait(timeout=240) == 0, finish(process)
-    process = start(*SMALL, *more, "--out", str(killed))
-    metrics = killed / "metrics.jsonl"  # two rows: the first step's checkpoint is complete
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, finish(process)
-        time.sleep(0.02)
-    process.kill()
-    finish(process)
-    process = start("--resume", "--out", str(killed))
+    process = RunProcess(tmp_path / "log", *SMALL, *more, "--out", str(whole))
     output = finish(process)
-    assert process.returncode == 0, output
+    assert process.wait() == 0, output
+    process = RunProcess(tmp_path / "log", *SMALL, *more, "--out", str(killed))
+    metrics = killed / "metrics.jsonl"  # two rows: the first step's checkpoint is complete
+    await_rows(process, metrics, 2)
+    process.signal(signal.SIGKILL)
+    finish(process)
+    process = RunProcess(tmp_path / "log", "--resume", "--out", str(killed))
+    output = finish(process)
+    assert process.wait() == 0, output
     for name in ("model-trained/model.safetensors", "reference/model.safetensors"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
     rows = [lines(run / "metrics.jsonl") for run in (whole, killed)]
@@ -109,6 +118,15 @@ def test_a_killed_run_with_critic_and_reference_ends_with_the_same_bits(tmp_path
     assert all(row["value_grad_norm"] > 0 for row in rows[0])
 
 
+def await_rows(process: RunProcess, metrics: Path, count: int) -> None:
+    """Until the run has written so many steps."""
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= count,
+        limit_s=120,
+        alive=process.process.is_alive,
+    )
+
+
 def lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -116,21 +134,20 @@ def lines(path: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(*SMALL, "--rl.steps", "400", "--out", str(run))
-    deadline = time.monotonic() + 120
+    process = RunProcess(tmp_path / "log", *SMALL, "--rl.steps", "400", "--out", str(run))
     metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    await_rows(process, metrics, 2)
+    process.signal(signal.SIGINT)
     output = finish(process)
-    assert process.returncode == 130, output
+    assert process.wait() == 130, output
     assert f"--resume --out {run}" in output
     done = metrics.read_text().count("\n")
     cursor = open_checkpoint(run / "checkpoints").meta["cursor"]
     assert (cursor["phase"], cursor["step"]) == ("rl", done)
     for steps, message in ((done - 1, f"--rl.steps {done - 1}: {done} are done"), (done, "next:")):
-        process = start("--resume", "--out", str(run), "--rl.steps", str(steps))
+        process = RunProcess(
+            tmp_path / "log", "--resume", "--out", str(run), "--rl.steps", str(steps)
+        )
         assert message in finish(process)
 
 
@@ -139,14 +156,11 @@ def test_ctrl_c_in_the_last_evaluation_saves_too(tmp_path: Path) -> None:
     """What RL kept for itself is closed by then."""
     run = tmp_path / "run"
     many = ["--evaluation.num-tasks", "200", "--evaluation.num-tasks-no-tool", "200"]
-    process = start(*SMALL, *many, "--rl.steps", "1", "--out", str(run))
-    deadline = time.monotonic() + 120
-    while not (run / "eval-after.json").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process = RunProcess(tmp_path / "log", *SMALL, *many, "--rl.steps", "1", "--out", str(run))
+    wait_until((run / "eval-after.json").exists, 120, alive=process.process.is_alive)
+    process.signal(signal.SIGINT)
     output = finish(process)
-    assert process.returncode == 130, output
+    assert process.wait() == 130, output
     assert "Traceback" not in output
     assert open_checkpoint(run / "checkpoints").meta["cursor"]["phase"] == "no_tool"
 
@@ -170,26 +184,27 @@ def test_bad_input_ends_with_one_message(
 ) -> None:
     if "--out" not in arguments:
         arguments = [*arguments, "--out", str(tmp_path / "run")]
-    process = start(*arguments)
+    process = RunProcess(tmp_path / "log", *arguments)
     output = finish(process)
-    assert process.returncode != 0
+    assert process.wait() != 0
     assert message in output
     assert "Traceback" not in output
 
 
 def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    process = start("--preset", "tiny", "--out", str(tmp_path))
-    output = finish(process)
-    assert process.returncode == 2
-    assert "already holds a run" in output
+    done = run_program("--preset", "tiny", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "already holds a run" in done.stdout
 
 
 def test_a_wrong_architecture_is_named(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "mamba", "architectures": ["Mamba"]}')
-    process = start("--preset", "tiny", "--model", str(model), "--out", str(tmp_path / "run"))
+    process = RunProcess(
+        tmp_path / "log", "--preset", "tiny", "--model", str(model), "--out", str(tmp_path / "run")
+    )
     output = finish(process)
-    assert process.returncode == 2
+    assert process.wait() == 2
     assert "Traceback" not in output

@@ -5,23 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from sandbox_driver import children
+from waiting import eventually
 
 from nanorl.sandbox import ExecStatus, SandboxPool, SandboxSpec
 from nanorl.sandbox.dispatch import Dispatcher, State
 
 pytestmark = pytest.mark.sandbox
 SPEC = SandboxSpec(timeout_s=20.0)
-
-
-def wait_until(is_so: Callable[[], bool], limit_s: float = 20.0) -> bool:
-    end = time.monotonic() + limit_s
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.02)
-    return is_so()
 
 
 def num_alive(pool: SandboxPool) -> int:
@@ -40,11 +33,11 @@ def test_a_pool_grows_while_programs_wait_and_shrinks_when_idle() -> None:
     with SandboxPool(SPEC, num_workers=1, max_workers=3, idle_s=0.5) as pool:
         assert num_alive(pool) == 1
         running = [pool._submit(code, None, b"", None) for _ in range(8)]
-        assert wait_until(lambda: num_alive(pool) == 3)
+        assert eventually(lambda: num_alive(pool) == 3)
         assert all(future.result().status is ExecStatus.OK for future in running)
-        assert wait_until(lambda: num_alive(pool) == 1)
+        assert eventually(lambda: num_alive(pool) == 1)
         # One worker's; those of the others may take a moment to end.
-        assert wait_until(lambda: len(set(children(os.getpid())) - before) <= 5)
+        assert eventually(lambda: len(set(children(os.getpid())) - before) <= 5)
         assert pool.run_sync("print(1)").stdout == b"1\n"
         assert num_alive(pool) == 1, "nothing waited, nothing was started"
 
@@ -73,7 +66,7 @@ def test_an_idle_worker_that_hangs_is_replaced_before_a_program_comes(
         first = worker_pid(pool)
         for pid in children(first):
             os.kill(pid, signal.SIGSTOP)
-        assert wait_until(lambda: worker_pid(pool) not in (0, first))
+        assert eventually(lambda: worker_pid(pool) not in (0, first))
         assert pool.run_sync("print(1)").stdout == b"1\n"
 
 
@@ -94,9 +87,9 @@ def test_a_waiting_program_process_that_died_is_replaced_by_the_check(
     monkeypatch.setattr(Dispatcher, "check_s", 0.2)
     with SandboxPool(SPEC) as pool:
         first = worker_pid(pool)
-        assert wait_until(lambda: len(children(first)) == 4)  # the next one has been forked
+        assert eventually(lambda: len(children(first)) == 4)  # the next one has been forked
         waiting = children(first)[-1]
         os.kill(waiting, signal.SIGKILL)
-        assert wait_until(lambda: waiting not in children(first) and len(children(first)) == 4)
+        assert eventually(lambda: waiting not in children(first) and len(children(first)) == 4)
         assert worker_pid(pool) == first
         assert pool.run_sync("print(1)").stdout == b"1\n"

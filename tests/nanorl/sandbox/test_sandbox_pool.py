@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from host_processes import is_running
 from sandbox_driver import children
+from waiting import eventually
 
 from nanorl.sandbox import (
     ExecStatus,
@@ -50,12 +51,12 @@ def pool() -> Iterator[SandboxPool]:
 
 def wait_until_none(pids: list[int]) -> list[int]:
     """The processes of `pids` that are still there after up to two seconds."""
-    for _ in range(100):
-        alive = [pid for pid in pids if Path(f"/proc/{pid}/cwd").is_symlink() and is_running(pid)]
-        if not alive:
-            return []
-        time.sleep(0.02)
-    return alive
+
+    def alive() -> list[int]:
+        return [pid for pid in pids if Path(f"/proc/{pid}/cwd").is_symlink() and is_running(pid)]
+
+    eventually(lambda: not alive(), limit_s=2.0)
+    return alive()
 
 
 def own_children(others: list[int]) -> list[int]:
@@ -419,8 +420,7 @@ def test_hundreds_of_runs_leave_no_descriptor_and_no_process(pool: SandboxPool) 
 
     assert asyncio.run(main()) == expected * 50
     assert len(os.listdir("/proc/self/fd")) <= before + 2
-    time.sleep(0.1)
-    assert len(children(os.getpid())) <= 10
+    assert eventually(lambda: len(children(os.getpid())) <= 10)
 
 
 def test_close_ends_everything_and_may_be_called_again(others: list[int]) -> None:
@@ -461,9 +461,8 @@ def test_nothing_stays_when_the_host_is_killed(code: str) -> None:
         [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
     )
     assert host.stdout is not None and host.stdout.readline() == b"up\n"
-    time.sleep(0.3)
+    assert eventually(lambda: len(children(host.pid)) >= 8)
     pids = children(host.pid)
-    assert len(pids) >= 8
     host.kill()
     host.wait()
     host.stdout.close()

@@ -11,11 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
@@ -247,10 +247,7 @@ def test_a_server_that_is_killed_as_it_forks_leaves_no_program_behind() -> None:
                 pass
             left += Path(files[born[0]]).read_text().split()
             os.kill(born[0], signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while alive := [one for one in left if is_alive(one)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, left)), told=lambda: left)
 
 
 def test_a_killed_host_leaves_no_program_behind() -> None:
@@ -264,10 +261,7 @@ def test_a_killed_host_leaves_no_program_behind() -> None:
             programs += Path(f"/proc/{server}/task/{server}/children").read_text().split()
     host.kill()
     host.wait()
-    deadline = time.monotonic() + 30
-    while left := [p for p in (*servers, *programs) if is_alive(p)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, (*servers, *programs))))
 
 
 def is_alive(pid: int | str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE
 from sandbox_driver import SPEC, Examiner, applicable, children
+from waiting import until
 
 from nanorl.sandbox import (
     ExecResult,
@@ -466,8 +467,7 @@ def test_a_worker_that_dies_idle_is_a_failure_of_the_machinery(pool: SandboxPool
     async def script(session: Session) -> None:
         for pid in workers(session):
             os.kill(pid, signal.SIGKILL)
-        while not session._lease.error:
-            await asyncio.sleep(0.01)
+        await until(lambda: session._lease.error)
         with pytest.raises(SandboxFailure, match="ended while nothing ran"):
             await session.shell("true", 5)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_async_training import PROMPT, make_model, train
 from test_transfer_queue import group
+from waiting import turns
 
 from nanoengine.config import EngineConfig
 from nanoengine.packing import Sample
@@ -130,8 +131,7 @@ def test_it_waits_for_a_group_only_with_time_that_it_has_saved() -> None:
         probe.note_group(5.0)
         probe.note_step(saved_s / WAIT_SHARE)
         wanted = asyncio.ensure_future(probe.find(3, [group(0, version=2)], is_playing=is_playing))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         if wanted.done():
             return None
         await queue.put(1, GROUP, group(1, version=3))

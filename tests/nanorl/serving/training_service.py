@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 tinker = pytest.importorskip("tinker", reason="needs the package tinker, the official client")
@@ -71,9 +71,7 @@ def serve(folder: Path, root: Path, **options: Any) -> Iterator[Served]:
     server = ServiceServer(make_app(config), config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the service did not start"
-        time.sleep(0.005)
+    wait_until(lambda: server.started, alive=thread.is_alive, told=lambda: "it did not start")
     try:
         yield Served(server, config)
     finally:
