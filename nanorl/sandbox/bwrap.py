@@ -94,7 +94,7 @@ def worker_data() -> dict[str, bytes]:
     """The files that exist only inside, by path."""
     here = Path(__file__).parent
     modules = ["first", "worker", "confine", "program", "protocol", "usage", "keeper", "jobs"]
-    modules += ["plain", "tests_side", "program_side"]
+    modules += ["frames", "plain", "tests_side", "program_side"]
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,
