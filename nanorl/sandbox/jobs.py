@@ -32,7 +32,6 @@ from typing import Any, NoReturn
 
 from nanorl.sandbox import protocol
 from nanorl.sandbox.confine import Confinement, close_from
-from nanorl.sandbox.frames import write_all
 from nanorl.sandbox.program import (
     execute,
     exit_now,
@@ -45,6 +44,7 @@ from nanorl.sandbox.program import (
 )
 from nanorl.sandbox.program_side import Program
 from nanorl.sandbox.protocol import DONE, GO, receive
+from nanorl.sandbox.stream_frames import write_all
 from nanorl.sandbox.tests_side import Finder, Tests
 from nanorl.sandbox.worker import connect, limit_cpu, take_order
 

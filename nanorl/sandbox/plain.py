@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from nanorl.sandbox.frames import ChannelError, FrameReader, LongFrameError, send_frame
+from nanorl.sandbox.stream_frames import ChannelError, FrameReader, LongFrameError, send_frame
 
 MAX_BYTES = 64 << 20
 _MESSAGE = 0  # the one kind of frame here

@@ -28,9 +28,9 @@ from nanorl.sandbox import (
     SandboxPool,
     SandboxSpec,
     SandboxUnavailable,
-    frames,
     protocol,
 )
+from nanorl.sandbox import stream_frames as frames
 from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox, worker_frames
 from nanorl.sandbox.backends import box as boxes
 from nanorl.sandbox.backends.backend_pool import BoxPool

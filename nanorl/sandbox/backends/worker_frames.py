@@ -4,9 +4,9 @@
                      WAKE (to a machine that was restored)
     guest -> host    HELLO (once), OUT and ERR (what the program prints), RESULT (protocol.RESULT)
 
-How a frame travels is frames.py's, one folder up. The host believes nothing of a guest: a frame
-that is too long, of another kind or of another run breaks the box, and so does a number that cannot
-be. Stdlib only, and no imports of ours but protocol.py: this file runs inside as well.
+How a frame travels is stream_frames.py's, one folder up. The host believes nothing of a guest: a
+frame that is too long, of another kind or of another run breaks the box, and so does a number that
+cannot be. Stdlib only, and no imports of ours but protocol.py: this file runs inside as well.
 """
 
 from __future__ import annotations
