@@ -53,8 +53,8 @@ from nanoinfer.server.dialect_routes import DialectRoutes
 from nanoinfer.server.http_io import (
     SHOWN_BYTES,
     ApiError,
+    ClientDisconnectedError,
     Handler,
-    HungUpError,
     in_proportion,
     read_body,
     read_json_body,
@@ -247,7 +247,7 @@ class HttpApp:
             error = error.exceptions[0]
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, HungUpError):
+        if isinstance(error, ClientDisconnectedError):
             self.metrics.num_hang_ups += 1
             return ApiError(499, "the client hung up")
         LOG.error("a request failed", exc_info=error)

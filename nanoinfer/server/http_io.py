@@ -55,7 +55,7 @@ class ApiError(Exception):
         return JSONResponse(self.to_json(), self.status, self.headers)
 
 
-class HungUpError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed its connection."""
 
 
@@ -89,7 +89,7 @@ async def read_bytes(request: Request, max_bytes: int, limit_s: float) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:
-        raise HungUpError from None
+        raise ClientDisconnectedError from None
     return raw
 
 
@@ -151,7 +151,8 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Run `work`; cancel it on a hang-up (`HungUpError`) or when time is over (`ApiError`)."""
+    """Run `work`; cancel it on a hang-up (`ClientDisconnectedError`), or when time is over
+    (`ApiError`)."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_until_hung_up(receive))
     try:
@@ -160,7 +161,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_
         if task in done:
             return task.result()
         if watcher in done:
-            raise HungUpError
+            raise ClientDisconnectedError
         raise ApiError(504, f"not finished within the limit of {limit_s:g} s")
     finally:
         for each in (task, watcher):
@@ -200,7 +201,7 @@ class EventStream(Response):
 
         try:
             await while_connected(receive, self._work(emit), self._limit_s)
-        except HungUpError as error:
+        except ClientDisconnectedError as error:
             self._on_error(error)
             return
         except Exception as error:

@@ -35,7 +35,7 @@ from starlette.routing import Route
 from nanoinfer.server.access import is_foreign_page, is_loopback, require_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.http_io import ApiError, ClientDisconnectedError, read_body
 from nanoinfer.server.listening import listen
 from nanorl.envs.base import Environment
 from nanorl.envs.env_kind import TaskSet
@@ -344,7 +344,7 @@ def _explained(error: Exception, call_s: float) -> ApiError:
     """Turn an error into what the client is told."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HungUpError):
+    if isinstance(error, ClientDisconnectedError):
         return ApiError(499, "the client hung up")
     if isinstance(error, TimeoutError):
         return ApiError(504, f"not finished within {call_s:g} s")

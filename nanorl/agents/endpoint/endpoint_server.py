@@ -44,7 +44,7 @@ from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import (
     SHOWN_BYTES,
     ApiError,
-    HungUpError,
+    ClientDisconnectedError,
     in_proportion,
     parse_object,
     read_bytes,
@@ -350,7 +350,7 @@ def _told(error: Exception) -> ApiError:
     """The error that the client is told; one that is not its doing is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HungUpError):
+    if isinstance(error, ClientDisconnectedError):
         return ApiError(499, "the client hung up")
     LOG.error("a call failed", exc_info=error)
     status = 503 if isinstance(error, InfrastructureError) else 500

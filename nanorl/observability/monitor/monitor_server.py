@@ -42,7 +42,7 @@ from starlette.routing import Route
 from nanoinfer.server.access import is_loopback, read_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.http_io import ApiError, ClientDisconnectedError, read_body
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
 from nanorl.observability.monitor.board import RunBoard
@@ -163,7 +163,7 @@ class MonitorServer:
         logged once, because whoever scrapes comes back every few seconds."""
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, HungUpError):
+        if isinstance(error, ClientDisconnectedError):
             return ApiError(499, "the client hung up")
         if isinstance(error, ValueError):
             return ApiError(400, str(error))

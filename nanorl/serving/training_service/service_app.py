@@ -30,7 +30,7 @@ from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.server.access import require_key
 from nanoinfer.server.http_io import (
     ApiError,
-    HungUpError,
+    ClientDisconnectedError,
     read_body,
     read_bytes,
     read_json_body,
@@ -292,7 +292,7 @@ def _to_api_error(error: Exception) -> ApiError:
     """Turn an error into what the client is told. What is not its doing is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HungUpError):
+    if isinstance(error, ClientDisconnectedError):
         return ApiError(499, "the client hung up")
     if isinstance(error, CheckpointError):
         return ApiError(404, str(error))
