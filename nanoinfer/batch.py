@@ -23,7 +23,7 @@ from nanoinfer.sampler import SamplingBatch
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
 
-_ASKED = "nanoinfer.options.asked_step:ask"  # completes a step in which not all is plain
+_ASKED = "nanoinfer.options.full_step:ask"  # completes a step in which not all is plain
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunnerOutput:
 
 
 class StepOptions(Protocol):
-    """The part of a step that is not plain (nanoinfer/options/asked_step.py): some request asks for
+    """The part of a step that is not plain (nanoinfer/options/full_step.py): some request asks for
     more than tokens and their log-probs, or tokens were guessed."""
 
     def take(

@@ -36,7 +36,7 @@ from nanoinfer.sequence import Sequence
 _PARTS = "nanoinfer.variants.parts:make_parts"  # of an engine that is not plain
 _SIZES = "nanoinfer.gpu.sizes:sized"
 _KEEP = "nanoinfer.variants.in_flight:keep_all"
-_DESK = "nanoinfer.options.desk:RequestDesk"  # for requests that are not plain
+_PROCESSOR = "nanoinfer.options.request_processor:RequestProcessor"  # for what is not plain
 _LOAD = "nanoinfer.variants.weight_updates:load_weights"
 _CHECK = "nanoinfer.variants.invariants:check"
 
@@ -93,18 +93,20 @@ class LLMEngine(EngineCore):
     def _make_sequence(
         self, ids: Ids[int], params: SamplingParams, priority: int, sampled: Output | None
     ) -> Sequence:
-        asked = (self._next_handle, _integers(ids), params, self._eos_ids, priority)
+        args = (self._next_handle, _integers(ids), params, self._eos_ids, priority)
         seq: Sequence
-        seq = Sequence(*asked) if params.is_plain else self._desk.sequence(*asked, self.tokenizer)
+        seq = (
+            Sequence(*args) if params.is_plain else self._processor.sequence(*args, self.tokenizer)
+        )
         if sampled is not None:
             self._check_tokens("sampled.ids", sampled.ids)
-            self._desk.resume(seq, sampled)
+            self._processor.resume(seq, sampled)
         return seq
 
     @cached_property
-    def _desk(self) -> Any:
-        """Its type is nanoinfer/options/desk.py's, which is not imported here."""
-        return resolve_name(_DESK)(self.model)
+    def _processor(self) -> Any:
+        """Its type is nanoinfer/options/request_processor.py's, which is not imported here."""
+        return resolve_name(_PROCESSOR)(self.model)
 
     def peek(self, handle: int) -> Sequence | None:
         """A request in flight as it is now, to be read only; None if it is not in flight."""
@@ -156,7 +158,7 @@ class LLMEngine(EngineCore):
         """`ValueError` for a request that could never run, or go on from what is `sampled`, naming
         what and why."""
         if not params.is_plain or params.stop_token_ids:
-            self._desk.check(params, self._eos_ids, self.tokenizer)
+            self._processor.check(params, self._eos_ids, self.tokenizer)
         if len(ids) == 0:
             raise ValueError("ids: empty prompt; give at least one token")
         self._check_tokens("ids", ids)
@@ -197,7 +199,7 @@ class LLMEngine(EngineCore):
     @property
     def adapters(self) -> list[str]:
         """The names that `SamplingParams.adapter` may give."""
-        names: list[str] = self._desk.adapters.names
+        names: list[str] = self._processor.adapters.names
         return names
 
     def load_adapter(self, name: str, source: str | Path | Mapping[str, Any]) -> None:
@@ -205,12 +207,12 @@ class LLMEngine(EngineCore):
         `LoraAdapter.changes` gives them, which are copied. A name that is taken stands for the new
         one from now on, also for its requests in flight, whose cache is computed again; no other
         request notices. `ValueError` for one that does not fit, and then nothing changes."""
-        self._desk.load_adapter(name, source, self._sequences.values(), self._scheduler)
+        self._processor.load_adapter(name, source, self._sequences.values(), self._scheduler)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` if there is none of that name, or a request in flight
         still needs it."""
-        self._desk.unload_adapter(name, self._sequences.values())
+        self._processor.unload_adapter(name, self._sequences.values())
 
     # -- rest and figures ------------------------------------------------------------------------
 

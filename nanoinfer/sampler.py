@@ -7,7 +7,7 @@ tokens and inside the run that u falls into.
 
 The log-prob is that of the tempered distribution over the whole vocabulary by the trainer's own
 arithmetic (`kernels.logits_logprob`): what the trainer recomputes. Requests that draw from a part
-of the vocabulary, or from edited logits, bring options/asked_sampling.py.
+of the vocabulary, or from edited logits, bring options/full_sampling.py.
 
 Left out: beam search; GPUs, whose sampler is gpu/device_sampler.py.
 """

@@ -2,7 +2,7 @@
 
 Everything a sequence must remember across a preemption or a weight update (tokens, log-probs,
 versions) is here; everything it may lose (blocks, row) is cleared by `forget_cache`. A request that
-asks for more than tokens and their log-probs is an options/asked_sequence.py `AskedSequence`.
+asks for more than tokens and their log-probs is an options/full_sequence.py `FullSequence`.
 Next: block_manager.py (where `block_table` come from), scheduler.py (who runs when).
 """
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from nanoinfer.options.asked_sampling import AskedSampling
+from nanoinfer.options.full_sampling import FullSamplingBatch
 from nanoinfer.options.logit_edits import EditPlan
 from nanoinfer.sampler import Samples
 
@@ -38,7 +38,7 @@ class RescoredRows:
     spans: tuple[tuple[float, int, int], ...]  # temperature, never 0, and its rows [lo, hi)
 
     @classmethod
-    def of(cls, rows: Sequence[int], batch: AskedSampling) -> RescoredRows | None:
+    def of(cls, rows: Sequence[int], batch: FullSamplingBatch) -> RescoredRows | None:
         if not rows:
             return None
         order = np.array(rows)
@@ -67,7 +67,7 @@ class RankedRows:
     temperatures: Tensor  # fp32, never 0
 
     @classmethod
-    def of(cls, rows: Sequence[int], batch: AskedSampling) -> RankedRows | None:
+    def of(cls, rows: Sequence[int], batch: FullSamplingBatch) -> RankedRows | None:
         if not rows:
             return None
         temperatures = batch.logp_temperatures()[list(rows)].astype(np.float32)
@@ -97,7 +97,7 @@ class DeviceSampling:
 
 
 def device_sampling(
-    batch: AskedSampling, vocab: int, *, rescores_all: bool = False
+    batch: FullSamplingBatch, vocab: int, *, rescores_all: bool = False
 ) -> DeviceSampling:
     """On the host, from what the requests say. The log-prob that comes with a draw is the trainer's
     up to the rounding of a sum; `rescores_all` gives every row the trainer's bits, for one more

@@ -43,7 +43,7 @@ class ApiError(Exception):
         return JSONResponse(self.to_json(), self.status, self.headers)
 
 
-class HungUpError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed its connection."""
 
 
@@ -79,7 +79,7 @@ def known_error(
     that has one of the classes of `statuses`. None for others."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HungUpError):
+    if isinstance(error, ClientDisconnectedError):
         return ApiError(499, "the client hung up")
     for kind, status in (statuses or {}).items():
         if isinstance(error, kind):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.cancellation import to_the_end
-from nanoinfer.http.api_error import ApiError, HungUpError
+from nanoinfer.http.api_error import ApiError, ClientDisconnectedError
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.strict_body import explained
 
@@ -47,7 +47,7 @@ async def read_bytes(request: Request, limits: HttpLimits) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:
-        raise HungUpError from None
+        raise ClientDisconnectedError from None
     return raw
 
 
@@ -109,7 +109,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Run `work`; cancel it on a hang-up (`HungUpError`) or when time is over (`ApiError`)."""
+    """Run `work`; cancel it on a hang-up (`ClientDisconnectedError`) or when time is over (`ApiError`)."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_until_hung_up(receive))
     try:
@@ -118,7 +118,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_
         if task in done:
             return task.result()
         if watcher in done:
-            raise HungUpError
+            raise ClientDisconnectedError
         raise ApiError(504, f"not finished within the limit of {limit_s:g} s")
     finally:
         for each in (task, watcher):
@@ -158,7 +158,7 @@ class EventStream(Response):
 
         try:
             await while_connected(receive, self._work(emit), self._limit_s)
-        except HungUpError as error:
+        except ClientDisconnectedError as error:
             self._on_error(error)
             return
         except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.options.asked_sequence import AskedSequence
+from nanoinfer.options.full_sequence import FullSequence
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
@@ -65,7 +65,7 @@ class TokenStream:
         """Hand on what `seq` has gained."""
         if seq.num_sampled == self._num_ids:
             return
-        asked = seq if isinstance(seq, AskedSequence) else None
+        asked = seq if isinstance(seq, FullSequence) else None
         text = asked.text.settled() if asked is not None and asked.text is not None else ""
         self._chunks.put_nowait(
             self._chunk(

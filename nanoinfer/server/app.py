@@ -42,7 +42,7 @@ from nanoinfer.chat.form import ChatForms
 from nanoinfer.chat.prompts import chat_ids
 from nanoinfer.http.api_error import (
     ApiError,
-    HungUpError,
+    ClientDisconnectedError,
     application,
     failure,
     known_error,
@@ -252,7 +252,7 @@ class HttpApp:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, HungUpError):
+        if isinstance(error, ClientDisconnectedError):
             self.metrics.hang_ups.inc()
         return known_error(error) or failure(error, LOG, "the engine")
 

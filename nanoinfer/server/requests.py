@@ -41,7 +41,7 @@ class StreamOptions(StrictBody):
     include_usage: StrictBool = False
 
 
-class UsageAsked(StrictBody):
+class UsageOptions(StrictBody):
     """OpenRouter's wish for numbers of tokens."""
 
     include: StrictBool = False
@@ -71,7 +71,7 @@ class Sampling(GrammarFields, ABC):
     skip_special_tokens: StrictBool = True
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    usage: UsageAsked | None = None
+    usage: UsageOptions | None = None
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)

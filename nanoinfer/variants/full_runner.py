@@ -35,13 +35,13 @@ from nanoinfer.gpu.device_sampler import (
 )
 from nanoinfer.kv_cache import KVCache, PagedContext
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.options.asked_sampling import AskedSampling, likeliest, sample, top_logps
-from nanoinfer.options.asked_step import AskedOutput, AskedStep, Scored
+from nanoinfer.options.full_sampling import FullSamplingBatch, likeliest, sample, top_logps
+from nanoinfer.options.full_step import FullOutput, FullStepOptions, Scored
 from nanoinfer.variants.fp8_cache import Fp8Cache, calibrated_scales
 
 _SCORED_ROWS = 64
 """Rows whose logits are in memory at a time where they are needed as a whole."""
-_NOTHING = AskedStep()
+_NOTHING = FullStepOptions()
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class FullStep(StepInput):
     drawing: DeviceSampling | None = None
 
     @property
-    def asked(self) -> AskedStep:
+    def asked(self) -> FullStepOptions:
         """The options that its requests ask for; nothing in a plain step."""
-        return _NOTHING if self.options is None else cast(AskedStep, self.options)
+        return _NOTHING if self.options is None else cast(FullStepOptions, self.options)
 
 
 class FullRunner(ModelRunner):
@@ -125,13 +125,13 @@ class FullRunner(ModelRunner):
         if full.sampled is not None:
             hidden_TE = hidden_TE.index_select(0, full.sampled)
         if not len(hidden_TE):
-            return AskedOutput([], [], [], **_prompt_scores(to_host(scores + ranked), scored))
+            return FullOutput([], [], [], **_prompt_scores(to_host(scores + ranked), scored))
         logits_SV = self.logits(hidden_TE)
         if full.drawing is not None:
             return self._draw_on_device(logits_SV, scores + ranked, full)
-        sampling = AskedSampling.of(full.sampling)
+        sampling = FullSamplingBatch.of(full.sampling)
         drawn = sample(logits_SV, sampling)
-        return AskedOutput(
+        return FullOutput(
             drawn.tokens.tolist(),
             drawn.logps.tolist(),
             drawn.sampled_logps.tolist(),
@@ -143,7 +143,7 @@ class FullRunner(ModelRunner):
         """The step on the model's device, with what only some devices need."""
         full = FullStep(**vars(step))
         if self.model.device.type != "cpu":
-            sampling = AskedSampling.of(step.sampling)
+            sampling = FullSamplingBatch.of(step.sampling)
             vocab = self.model.config.vocab_size
             full = replace(
                 full,
@@ -187,17 +187,17 @@ class FullRunner(ModelRunner):
 
     def _draw_on_device(
         self, logits_SV: Tensor, scores: list[Tensor], step: FullStep
-    ) -> AskedOutput:
+    ) -> FullOutput:
         assert step.drawing is not None, "the caller has seen it"
         drawn = sample_on_device(logits_SV, step.drawing)
         top = top_on_device(logits_SV, step.drawing) or ()
         tokens, logps, sampled_logps, *more = to_host([*drawn, *top, *scores])
         found = {}
-        num_top = AskedSampling.of(step.sampling).num_top
+        num_top = FullSamplingBatch.of(step.sampling).num_top
         for i, (row, count) in enumerate(num_top.items()):
             ids, their_logps = (column[i, :count].tolist() for column in more[:2])
             found[row] = list(zip(ids, their_logps, strict=True))
-        return AskedOutput(
+        return FullOutput(
             tokens.tolist(),
             logps.tolist(),
             sampled_logps.tolist(),

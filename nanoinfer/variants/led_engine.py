@@ -33,13 +33,13 @@ from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants.led_messages import (
     AbortCall,
     AddCall,
-    LeaderBeat,
-    LeaderBye,
+    LeaderHeartbeat,
+    LeaderShutdown,
     LedMessage,
-    NoMoreTensors,
     PlainCall,
     PlainName,
-    TensorComes,
+    TensorHeader,
+    TensorsEnd,
     WeightsCall,
     decode,
     encode,
@@ -123,18 +123,18 @@ class LedEngine(LLMEngine):
 
     def beat(self) -> dict[str, float]:
         """`metrics`, once the other ranks have heard that this one lives."""
-        self._announce(encode(LeaderBeat()))
+        self._announce(encode(LeaderHeartbeat()))
         return self.metrics()
 
     def dismiss(self) -> None:
         """Let the followers return. Nothing else can be called afterwards."""
-        self._announce(encode(LeaderBye()))
+        self._announce(encode(LeaderShutdown()))
         self._lost = RanksLost("the other ranks were dismissed")
 
     def _handed_on(self, state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in state:
-                self._announce(encode(TensorComes(name, tuple(tensor.shape), tensor.dtype)))
+                self._announce(encode(TensorHeader(name, tuple(tensor.shape), tensor.dtype)))
                 with self._in_step("sending weights"):
                     sent = tensor.detach().to(self._mesh.device).contiguous()
                     self._mesh.broadcast("tp", sent.view(-1).view(torch.uint8))
@@ -142,9 +142,9 @@ class LedEngine(LLMEngine):
         except RanksLost:
             raise
         except Exception as error:
-            self._announce(encode(NoMoreTensors(f"{type(error).__name__}: {error}")))
+            self._announce(encode(TensorsEnd(f"{type(error).__name__}: {error}")))
             raise
-        self._announce(encode(NoMoreTensors()))
+        self._announce(encode(TensorsEnd()))
 
     def _together(self, method: PlainName, do: Callable[[], Any]) -> Any:
         self._announce(encode(PlainCall(method)))
@@ -173,7 +173,7 @@ def follow(engine: LLMEngine, mesh: Mesh) -> None:
     while True:
         try:
             message = _hear(mesh)
-            if isinstance(message, LeaderBye):
+            if isinstance(message, LeaderShutdown):
                 return
             _follow_one(engine, mesh, message)
         except Exception as error:
@@ -194,17 +194,17 @@ def _follow_one(engine: LLMEngine, mesh: Mesh, message: LedMessage) -> None:
     elif isinstance(message, PlainCall):
         getattr(engine, message.method)()
     else:
-        assert isinstance(message, LeaderBeat), f"out of step: {message}"
+        assert isinstance(message, LeaderHeartbeat), f"out of step: {message}"
 
 
 def _received(mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     while True:
         message = _hear(mesh)
-        if isinstance(message, NoMoreTensors):
+        if isinstance(message, TensorsEnd):
             if message.error:
                 raise ValueError(f"rank 0 could not bring the weights: {message.error}")
             return
-        assert isinstance(message, TensorComes), f"out of step: {message}"
+        assert isinstance(message, TensorHeader), f"out of step: {message}"
         tensor = torch.empty(message.shape, dtype=message.dtype, device=mesh.device)
         mesh.broadcast("tp", tensor.view(-1).view(torch.uint8))
         yield message.name, tensor

@@ -58,25 +58,25 @@ class WeightsCall(NamedTuple):
     version: int
 
 
-class TensorComes(NamedTuple):
-    """A tensor of new weights, whose bytes follow: `TensorComes("norm.weight", (48,), bf16)`."""
+class TensorHeader(NamedTuple):
+    """A tensor of new weights, whose bytes follow: `TensorHeader("norm.weight", (48,), bf16)`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class NoMoreTensors(NamedTuple):
+class TensorsEnd(NamedTuple):
     """The end of new weights, with what went wrong if they are not all."""
 
     error: str = ""
 
 
-class LeaderBeat(NamedTuple):
+class LeaderHeartbeat(NamedTuple):
     """The leader lives."""
 
 
-class LeaderBye(NamedTuple):
+class LeaderShutdown(NamedTuple):
     """The leader needs its followers no more."""
 
 
@@ -85,10 +85,10 @@ LedMessage = (
     | AbortCall
     | PlainCall
     | WeightsCall
-    | TensorComes
-    | NoMoreTensors
-    | LeaderBeat
-    | LeaderBye
+    | TensorHeader
+    | TensorsEnd
+    | LeaderHeartbeat
+    | LeaderShutdown
 )
 
 
@@ -101,7 +101,7 @@ def encode(message: LedMessage) -> bytes:
         params = _fields(message.params) | {"logit_bias": bias}
         sampled = None if message.sampled is None else _fields(message.sampled)
         fields = [message.ids, params, message.priority, sampled]
-    elif isinstance(message, TensorComes):
+    elif isinstance(message, TensorHeader):
         fields[2] = str(message.dtype).removeprefix("torch.")
     try:
         return _JSON.encode([kind, *fields]).encode()
@@ -161,11 +161,11 @@ def _plain_call(method: Any) -> PlainCall:
     return PlainCall(method)
 
 
-def _tensor_comes(name: Any, shape: Any, dtype: Any) -> TensorComes:
+def _tensor_header(name: Any, shape: Any, dtype: Any) -> TensorHeader:
     sizes = tuple(_integers(shape))
     if min(sizes, default=0) < 0:
         raise ValueError(f"shape={shape!r}: no size is negative")
-    return TensorComes(_text(name), sizes, _DTYPES[_text(dtype)])
+    return TensorHeader(_text(name), sizes, _DTYPES[_text(dtype)])
 
 
 def _record(value: Any) -> dict[str, Any]:
@@ -205,8 +205,8 @@ _DECODERS: dict[str, Callable[..., LedMessage]] = {
     "AbortCall": lambda handle: AbortCall(_integer(handle)),
     "PlainCall": _plain_call,
     "WeightsCall": lambda version: WeightsCall(_integer(version)),
-    "TensorComes": _tensor_comes,
-    "NoMoreTensors": lambda error: NoMoreTensors(_text(error)),
-    "LeaderBeat": LeaderBeat,
-    "LeaderBye": LeaderBye,
+    "TensorHeader": _tensor_header,
+    "TensorsEnd": lambda error: TensorsEnd(_text(error)),
+    "LeaderHeartbeat": LeaderHeartbeat,
+    "LeaderShutdown": LeaderShutdown,
 }

@@ -2,7 +2,7 @@
 
 A step computes a sequence's drafts after its last token, like a chunk of prompt, and samples at
 every one of these positions. While the sampled token is the draft, the position after it was
-computed on the right text and its sample counts too (options/asked_step.py). Samples behind a wrong
+computed on the right text and its sample counts too (options/full_step.py). Samples behind a wrong
 draft were drawn on a text that is not the request's and are dropped, and so is everything behind
 the token that ended the request. A token depends on its row of
 logits, the request's seed and its position, and on a CPU a row of logits does not depend on its
@@ -33,7 +33,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.options.asked_sequence import AskedSequence
+from nanoinfer.options.full_sequence import FullSequence
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
 
@@ -209,7 +209,7 @@ class DraftingScheduler(BatchScheduler):
             return
         budget = self.max_batch_tokens - step.num_tokens
         for i, seq in enumerate(step.seqs):
-            is_edited = isinstance(seq, AskedSequence) and seq.edits is not None
+            is_edited = isinstance(seq, FullSequence) and seq.edits is not None
             if seq.num_uncomputed_tokens > 1 or is_edited:
                 continue
             # the last token that may be sampled is never computed

@@ -56,9 +56,9 @@ class ConcurrencyLimit:
         return counts
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[PlayingPlace]:
+    async def place(self) -> AsyncIterator[RolloutSlot]:
         """Inside, one rollout plays."""
-        holder = PlayingPlace(self)
+        holder = RolloutSlot(self)
         await holder.enter()
         try:
             yield holder
@@ -113,7 +113,7 @@ class ConcurrencyLimit:
             self._let_in()
 
 
-class PlayingPlace:
+class RolloutSlot:
     """One rollout's place among those that play."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
@@ -157,7 +157,7 @@ class PlayingPlace:
 class _Watched:
     """A generator that compares what a rollout had in the cache with what its next turn finds."""
 
-    def __init__(self, generator: Generator, place: PlayingPlace, limit: ConcurrencyLimit) -> None:
+    def __init__(self, generator: Generator, place: RolloutSlot, limit: ConcurrencyLimit) -> None:
         self._generator, self._place, self._limit = generator, place, limit
         self._cached: list[int] = []  # what the last turn has left in the cache
         self._version = -1

@@ -17,9 +17,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nanorl.envs.env import Env
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.installed import with_installed
-from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class
 from nanorl.plugins import is_path, load_object
 
@@ -58,11 +58,11 @@ def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
     if spec.startswith(GYMNASIUM):
         from nanorl.envs.gym_text import GymText
 
-        return ShortKind(GymText, {"make": spec.removeprefix(GYMNASIUM), **arguments})
+        return EnvClassKind(GymText, {"make": spec.removeprefix(GYMNASIUM), **arguments})
     if spec.startswith(OPENENV):
         from nanorl.envs.open_env import OpenEnvText
 
-        return ShortKind(OpenEnvText, {"address": spec.removeprefix(OPENENV), **arguments})
+        return EnvClassKind(OpenEnvText, {"address": spec.removeprefix(OPENENV), **arguments})
     if is_address(spec):
         from nanorl.envs.remote.client import RemoteKind
 
@@ -75,7 +75,7 @@ def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
 def as_kind(given: Any, arguments: Mapping[str, Any] | None = None) -> EnvKind:
     """The kind of a class, or of an object that is one already."""
     if isinstance(given, type) and issubclass(given, Env):
-        return ShortKind(given, arguments)
+        return EnvClassKind(given, arguments)
     if is_tool_class(given):
         return ToolClassKind(given, arguments)
     if is_kind(given):

@@ -7,7 +7,7 @@ A hook whose name is misspelt would never be called, and nothing would say so:
 Only near misses are refused, and a method only for a method, a value only for a value. A name that
 begins with an underscore, a method that is one of the tools, or what the class's own methods use
 (a helper `scores` of `score`) is the user's: a misspelt hook is what nobody uses.
-Next: kind.py, which asks for this.
+Next: env_class.py, which asks for this.
 """
 
 from __future__ import annotations

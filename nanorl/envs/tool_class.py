@@ -31,8 +31,8 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_episode import EnvEpisode
-from nanorl.envs.kind import ShortKind
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.tools.function import NOT_TOOLS, bind_tools, method_tools
 
@@ -48,7 +48,7 @@ def is_tool_class(value: Any) -> bool:
     )
 
 
-class ToolClassKind(ShortKind):
+class ToolClassKind(EnvClassKind):
     """Such a class, as a whole run knows it."""
 
     def __init__(self, cls: type, arguments: Mapping[str, Any] | None = None) -> None:

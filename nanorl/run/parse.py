@@ -40,7 +40,7 @@ _DECIDING = frozenset({"preset", "algorithm", "env", "env_args", "resume", "fork
 """What an environment's own defaults cannot hold."""
 
 
-class HelpWanted(Exception):  # noqa: N818 - not an error: the user asked for it
+class HelpRequested(Exception):  # noqa: N818 - not an error: the user asked for it
     """The command line asks for help, about `topic`: everything ("all"), a section, or ""."""
 
     def __init__(self, topic: str) -> None:
@@ -55,7 +55,7 @@ def parse_arguments(
     verb of `nanorl` that takes them. Where it asks for help, prints that and exits."""
     try:
         given, file = read_flags(arguments)
-    except HelpWanted as wanted:
+    except HelpRequested as wanted:
         from nanorl.options.help_text import help_text  # here: a run needs no texts
 
         print(help_text(wanted.topic, verb))
@@ -145,7 +145,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
     """The options of a command line, and the file that --config names. ValueError names a flag that
-    does not exist or has another kind of value; HelpWanted where help is asked for."""
+    does not exist or has another kind of value; HelpRequested where help is asked for."""
     found: dict[str, Any] = {}
     file = None
     for flag in _flags(arguments):
@@ -180,7 +180,7 @@ def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
     for word in arguments:
         if word in ("-h", "--help"):
             place = list(arguments).index(word)
-            raise HelpWanted(" ".join(arguments[place + 1 : place + 2]).removeprefix("--"))
+            raise HelpRequested(" ".join(arguments[place + 1 : place + 2]).removeprefix("--"))
         if word.startswith("--"):
             if flag is not None:
                 yield flag

@@ -27,6 +27,7 @@ Inside the walls, standard library only:
     program.py       turns a confined process into the program
     keeper.py        the server of a session, and jobs.py, what it is asked for
     usage.py         the memory limit where there is no cgroup
+    stream_frames.py messages over a stream of bytes, where packets do not do
 """
 
 from nanorl.sandbox.base import (

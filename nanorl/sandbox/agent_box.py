@@ -28,6 +28,7 @@ from nanorl.sandbox import memory_limits as memory
 from nanorl.sandbox import seccomp, usage
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.bwrap import unused_uid, wall_flags
+from nanorl.sandbox.execution import memory_file
 from nanorl.sandbox.host_machine import find_bwrap, is_readable, reachable
 
 FOLDER = "/box"
@@ -144,10 +145,8 @@ class AgentBox:
         return place
 
     def _memfd(self, content: bytes) -> int:
-        descriptor = os.memfd_create("sandbox-data", os.MFD_CLOEXEC)
+        descriptor = memory_file("sandbox-data", content)
         self._stack.callback(os.close, descriptor)
-        os.write(descriptor, content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
 
 

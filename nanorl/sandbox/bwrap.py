@@ -15,12 +15,13 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from nanorl.sandbox import memory_limits as memory
 from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
+from nanorl.sandbox.execution import memory_file
 from nanorl.sandbox.host_machine import reachable
 from nanorl.sandbox.interpreter import Interpreter
 
@@ -94,7 +95,7 @@ def worker_data() -> dict[str, bytes]:
     """The files that exist only inside, by path."""
     here = Path(__file__).parent
     modules = ["first", "worker", "confine", "program", "protocol", "usage", "keeper", "jobs"]
-    modules += ["plain", "tests_side", "program_side"]
+    modules += ["stream_frames", "plain", "tests_side", "program_side"]
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,
@@ -168,7 +169,9 @@ class BwrapWorker:
         self, executable: Path, python: Interpreter, index: int, theirs: socket.socket
     ) -> subprocess.Popen[bytes]:
         with contextlib.ExitStack() as stack:
-            data = {path: stack.enter_context(_memfd(c)) for path, c in worker_data().items()}
+            data = {path: memory_file("sandbox-data", c) for path, c in worker_data().items()}
+            for descriptor in data.values():
+                stack.callback(os.close, descriptor)
             uid = unused_uid(index)
             main = _MAIN.format("keeper" if self._is_session else "worker")
             procs = ":".join(self.cgroup.procs) if self.cgroup else "-"
@@ -204,8 +207,7 @@ class BwrapWorker:
 
     def messages(self) -> str:
         """The complaints of bubblewrap and of the server."""
-        size = os.fstat(self._messages).st_size
-        return os.pread(self._messages, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return last_message(self._messages)
 
     def num_oom_kills(self) -> int:
         try:
@@ -231,12 +233,7 @@ class BwrapWorker:
         os.close(self._messages)
 
 
-@contextlib.contextmanager
-def _memfd(content: bytes) -> Iterator[int]:
-    descriptor = os.memfd_create("sandbox-data", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def last_message(descriptor: int) -> str:
+    """The end of what a child process has written into the anonymous file of its complaints."""
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, 4096, max(0, size - 4096)).decode(errors="replace").strip()

@@ -80,9 +80,9 @@ class Attempt:
         """Hands the program to the server at the other end of `control`. May raise OSError."""
         theirs: list[int] = []
         try:
-            theirs.append(_file("program", self.execution.payload, 0))
+            theirs.append(memory_file("program", self.execution.payload))
             if self.execution.stdin:  # otherwise the program opens a /dev/null of its own
-                theirs.append(_file("stdin", self.execution.stdin, _SEALS))
+                theirs.append(memory_file("stdin", self.execution.stdin, _SEALS))
             for _ in range(2):
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 self.streams.append(Stream(read_end))
@@ -96,7 +96,7 @@ class Attempt:
                 os.close(descriptor)
 
 
-def _file(name: str, content: bytes, seals: int) -> int:
+def memory_file(name: str, content: bytes, seals: int = 0) -> int:
     """An anonymous file with this content, at its beginning."""
     flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)
     descriptor = os.memfd_create(name, flags)

@@ -44,6 +44,7 @@ from nanorl.sandbox.program import (
 )
 from nanorl.sandbox.program_side import Program
 from nanorl.sandbox.protocol import DONE, GO, receive
+from nanorl.sandbox.stream_frames import write_all
 from nanorl.sandbox.tests_side import Finder, Tests
 from nanorl.sandbox.worker import connect, limit_cpu, take_order
 
@@ -204,7 +205,7 @@ def _read(parts: dict[str, bytes]) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise ValueError("it is a folder or no regular file")
     while chunk := os.read(descriptor, 1 << 20):
-        _write_all(1, chunk)
+        write_all(1, chunk)
 
 
 def _write(parts: dict[str, bytes]) -> None:
@@ -214,13 +215,7 @@ def _write(parts: dict[str, bytes]) -> None:
     descriptor = os.open(path, flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise ValueError("it is no regular file")
-    _write_all(descriptor, parts["data"])
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    write_all(descriptor, parts["data"])
 
 
 def _pack(folder: str) -> None:
@@ -268,7 +263,7 @@ def _run_call(code: bytes, folder: str) -> NoReturn:
     except BaseException as error:
         report(error)
         said = json.dumps({"raises": type(error).__name__})
-    _write_all(output, said.encode(errors="replace"))
+    write_all(output, said.encode(errors="replace"))
     exit_now(0)
 
 
@@ -383,7 +378,7 @@ def _run_test(parts: dict[str, bytes]) -> NoReturn:
     except BaseException as error:
         report(error)
         exit_now(1)
-    _write_all(output, parts["nonce"])
+    write_all(output, parts["nonce"])
     exit_now(0)
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import builtins
 import json
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-_HEAD = struct.Struct("<Q")
+from nanorl.sandbox.stream_frames import ChannelError, FrameReader, LongFrameError, send_frame
+
 MAX_BYTES = 64 << 20
+_MESSAGE = 0  # the one kind of frame here
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBERS = {"Decimal": "decimal", "Fraction": "fractions"}
 
@@ -94,6 +95,7 @@ class Peer:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self._reader = FrameReader(channel.fileno(), MAX_BYTES)
         self._turn = threading.RLock()
 
     def ask(self, verb: str, *rest: Any) -> list[Any]:
@@ -113,32 +115,22 @@ class Peer:
         raise NotImplementedError
 
     def _send(self, message: list[Any]) -> None:
-        data = json.dumps(message).encode()
         try:
-            self._channel.sendall(_HEAD.pack(len(data)) + data)
+            send_frame(self._channel.fileno(), _MESSAGE, json.dumps(message).encode())
         except OSError:
             self.gone("ended")
 
     def _receive(self) -> list[Any]:
-        (length,) = _HEAD.unpack(self._exactly(_HEAD.size))
-        if length > MAX_BYTES:
-            self.gone(f"says more than {MAX_BYTES >> 20} MiB at once")
         try:
-            message = json.loads(self._exactly(length))
+            kind, body = self._reader.wait()
+        except LongFrameError:
+            self.gone(f"says more than {MAX_BYTES >> 20} MiB at once")
+        except ChannelError:
+            self.gone("ended")
+        try:
+            message = json.loads(body) if kind == _MESSAGE else None
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, list) or not message or not isinstance(message[0], str):
             self.gone("says what is no message")
         return message
-
-    def _exactly(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            try:
-                part = self._channel.recv(min(length - len(data), 1 << 20))
-            except OSError:
-                part = b""
-            if not part:
-                self.gone("ended")
-            data += part
-        return bytes(data)

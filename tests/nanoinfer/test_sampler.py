@@ -5,7 +5,7 @@ import torch
 
 from kernels import logits_logprob
 from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device
-from nanoinfer.options.asked_sampling import AskedSampling, sample
+from nanoinfer.options.full_sampling import FullSamplingBatch, sample
 from nanoinfer.sampler import uniforms
 
 ARRAYS = ("temperatures", "top_ks", "top_ps", "seeds", "positions", "min_ps")
@@ -21,7 +21,7 @@ def batch(
     min_p=0.0,
     **more,
 ):
-    return AskedSampling(
+    return FullSamplingBatch(
         temperatures=np.full(num_rows, temperature, dtype=np.float64),
         top_ks=np.full(num_rows, top_k, dtype=np.int64),
         top_ps=np.full(num_rows, top_p, dtype=np.float64),
@@ -94,7 +94,7 @@ def test_a_token_depends_on_its_row_its_seed_and_its_position_only() -> None:
         logits = (torch.randn(40, 3001, generator=generator) * 3).to(dtype)
         seeds = np.arange(40, dtype=np.uint64) * 7
         positions = np.arange(40) * 3
-        mixed = AskedSampling(
+        mixed = FullSamplingBatch(
             temperatures=np.resize([1.0, 0.0, 0.7, 1.0], 40),
             top_ks=np.resize([0, 0, 0, 20, 0], 40),
             top_ps=np.resize([1.0, 1.0, 0.9], 40),
@@ -104,7 +104,7 @@ def test_a_token_depends_on_its_row_its_seed_and_its_position_only() -> None:
         )
         tokens, logps, _ = sample(logits, mixed)
         for i in range(40):
-            one = AskedSampling(**{name: getattr(mixed, name)[i : i + 1] for name in ARRAYS})
+            one = FullSamplingBatch(**{name: getattr(mixed, name)[i : i + 1] for name in ARRAYS})
             token, logp, _ = sample(logits[i : i + 1].clone(), one)
             assert token[0] == tokens[i] and logp[0] == logps[i], i
 

@@ -9,15 +9,12 @@ earns something only where it equals the expected one, so naming several answers
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import resource
-import signal
 from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.extras import missing
+from nanorl.envs.hosting.fork import NoResultError, call_in_fork
 from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.rewards.rule import RuleReward
@@ -44,7 +41,6 @@ _PLAIN_TOKENS = frozenset(
         *(f"\\{name}" for name in _COMMANDS),
     )
 )
-_EQUAL, _DIFFERENT = 77, 78  # exit codes; all others, and signals, say that there is no verdict
 
 
 class MathReward:
@@ -81,26 +77,18 @@ class MathComparison:
     memory_bytes: int
 
     def compare(self, given: str, expected: str) -> bool:
-        """Say whether the formulas are equal. ValueError if the expected one is no formula."""
+        """Say whether the formulas are equal; False where there is no verdict."""
         verify = _require_math_verify()
-        pid = os.fork()
-        if pid == 0:
-            self._compare_and_leave(verify, given, expected)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return status == _EQUAL
 
-    def _compare_and_leave(self, verify: Any, given: str, expected: str) -> None:
-        code = 1
-        try:
-            signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
-            resource.setrlimit(resource.RLIMIT_AS, (self.memory_bytes, self.memory_bytes))
-            logging.disable()  # it reports every text that is no formula
+        def is_equal() -> bool:
             wanted, said = _parse(verify, expected), _parse(verify, given)
-            is_equal = bool(wanted and said and verify.verify(wanted, said, timeout_seconds=None))
-            code = _EQUAL if is_equal else _DIFFERENT
-        finally:
-            os._exit(code)
+            return bool(wanted and said and verify.verify(wanted, said, timeout_seconds=None))
+
+        try:
+            result = call_in_fork(is_equal, cpu_s=self.cpu_s, memory_bytes=self.memory_bytes)
+        except NoResultError:  # no verdict
+            return False
+        return bool(result)
 
 
 def formula_in(text: str | None) -> str | None:

@@ -37,7 +37,7 @@ UNTRAINED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RunSegment:
     """A part of a run that has one set of options: from `begin` to the next one's."""
 
     begin: Place
@@ -199,25 +199,25 @@ class PastRun:
     # -- options and manifests -------------------------------------------------------------------
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
+    def segments(self) -> list[RunSegment]:
         """In the order of the run; there is one at least."""
         config = self.config
-        found: list[Stretch] = []
+        found: list[RunSegment] = []
         for event in reversed(self._history[1:]):
             changes = {name: then for name, (then, _) in event["changes"].items()}
             changes = {name: value for name, value in changes.items() if not _is_layout(name)}
             if changes:
-                found.append(Stretch(begin=_place(event), config=config))
+                found.append(RunSegment(begin=_place(event), config=config))
                 config = with_options(config, changes, where=f"{self.folder}/history.jsonl")
-        return [Stretch(begin=(0, 0), config=config), *reversed(found)]
+        return [RunSegment(begin=(0, 0), config=config), *reversed(found)]
 
-    def stretch(self, place: Place) -> int:
-        """The number of the stretch that the place is in."""
-        return max(i for i, one in enumerate(self.stretches) if one.begin <= place)
+    def segment(self, place: Place) -> int:
+        """The number of the segment that the place is in."""
+        return max(i for i, one in enumerate(self.segments) if one.begin <= place)
 
     def begin_version(self, number: int) -> int:
-        """The policy with which that stretch begins: 0 before RL."""
-        phase, step = self.stretches[number].begin
+        """The policy with which that segment begins: 0 before RL."""
+        phase, step = self.segments[number].begin
         return step if phase == RL else (self.rl_steps_done or 0) if phase > RL else 0
 
     def manifest(self, place: Place) -> Manifest | None:

@@ -2,7 +2,7 @@
 
 Version by version: the weights are made again (weights.py), all chosen rollouts of that version are
 played at once, each with its own seed, and compared (difference.py). A run that was resumed with
-other options is replayed stretch by stretch, each with engines and agents of its own options.
+other options is replayed segment by segment, each with engines and agents of its own options.
 Left out: tools that reach out of the sandbox. What they do happens again.
 """
 
@@ -27,7 +27,7 @@ from nanorl.inspection.replay.difference import Difference, first_difference
 from nanorl.inspection.replay.forced import StoredTurns, samples_of, versions_of, with_scores
 from nanorl.inspection.replay.past_run import UNTRAINED, Chosen, PastRun
 from nanorl.inspection.replay.replay_result import Replayed, ReplayResult
-from nanorl.inspection.replay.tasks import TodaysTasks, changes
+from nanorl.inspection.replay.tasks import CurrentTasks, changes
 from nanorl.inspection.replay.weights import PastWeights
 from nanorl.observability.store import content_hash
 from nanorl.options.parts import Parts
@@ -45,29 +45,29 @@ def replay(run: PastRun, chosen: Sequence[Chosen], *, stored_tasks: bool = False
     torch.set_num_threads(1)  # of this thread: the engines' own uses several
     start = time.perf_counter()
     result = ReplayResult()
-    numbers = [run.stretch(one.place) for one in chosen]
+    numbers = [run.segment(one.place) for one in chosen]
     with tempfile.TemporaryDirectory(prefix="nanorl-replay-") as folder:
         carried = None
         for number in range(_first_stretch(run, chosen, min(numbers)), max(numbers) + 1):
             mine = [one for one, its in zip(chosen, numbers, strict=True) if its == number]
-            work = StretchReplay(run, number, mine, stored_tasks=stored_tasks, scratch=Path(folder))
+            work = SegmentReplay(run, number, mine, stored_tasks=stored_tasks, scratch=Path(folder))
             carried = work.play(carried, result, is_last=number == max(numbers))
     result.seconds = time.perf_counter() - start
     return result
 
 
 def _first_stretch(run: PastRun, chosen: Sequence[Chosen], number: int) -> int:
-    """The stretch to begin with, so that all weights can be made: `number`, the first of the chosen
+    """The segment to begin with, so that all weights can be made: `number`, the first of the chosen
     rollouts, or an earlier one where no checkpoint lies between its begin and them."""
-    mine = (one for one in chosen if run.stretch(one.place) == number)
+    mine = (one for one in chosen if run.segment(one.place) == number)
     wanted = min(run.version(one) for one in mine)
     while number and not any(run.begin_version(number) <= at <= wanted for at in run.bases):
         number -= 1
     return number
 
 
-class StretchReplay:
-    """The replay of one stretch of a run, with engines, agents and tasks of its own options."""
+class SegmentReplay:
+    """The replay of one segment of a run, with engines, agents and tasks of its own options."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class StretchReplay:
         stored_tasks: bool,
         scratch: Path,
     ) -> None:
-        config = run.stretches[number].config
+        config = run.segments[number].config
         if stored_tasks and config.tasks is not None:
             config = replace(config, tasks=_write_tasks(run, scratch), task_fields=())
         self._run, self._number, self._chosen = run, number, chosen
         self._scratch = scratch / f"weights-{number}"
         self._parts = Parts(config)
-        self._tasks = None if stored_tasks else TodaysTasks(self._parts)
+        self._tasks = None if stored_tasks else CurrentTasks(self._parts)
         self._manifest = manifest_of(self._parts)
         self._rollouts = {one: run.rollout(one) for one in chosen}
         self._scores: dict[Chosen, Scores] = {one: {} for one in chosen}
@@ -93,7 +93,7 @@ class StretchReplay:
     def play(
         self, carried: tuple[int, Path] | None, result: ReplayResult, *, is_last: bool
     ) -> tuple[int, Path] | None:
-        """Play what is chosen, into `result`. `carried` are weights with which the stretch may
+        """Play what is chosen, into `result`. `carried` are weights with which the segment may
         begin; returns those with which the next one may, where no checkpoint has them."""
         roles = InlineRoles(self._parts)
         try:
@@ -245,7 +245,7 @@ class StretchReplay:
     async def _carry(
         self, weights: PastWeights, carried: tuple[int, Path] | None
     ) -> tuple[int, Path] | None:
-        """The weights with which the next stretch begins, where no checkpoint has them."""
+        """The weights with which the next segment begins, where no checkpoint has them."""
         version = self._run.begin_version(self._number + 1)
         if version == 0 or version in self._run.bases:
             return None

@@ -19,7 +19,7 @@ from nanorl.task import Task
 MAX_CHARS = 60
 
 
-class TodaysTasks:
+class CurrentTasks:
     """Draws what a step, or an evaluation, is played with today."""
 
     def __init__(self, parts: Parts) -> None:

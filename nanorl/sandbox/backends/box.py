@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import worker_frames as frames
+from nanorl.sandbox import stream_frames as frames
+from nanorl.sandbox.backends import worker_frames
+from nanorl.sandbox.backends.worker_frames import JobOrder
 from nanorl.sandbox.base import ExecResult, SandboxSpec
+from nanorl.sandbox.bwrap import last_message
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import Outcome, judge
 
 # In the order in which they import one another.
 _MODULES = (
-    *("protocol", "confine", "first", "program", "usage", "worker", "plain"),
+    *("protocol", "confine", "first", "program", "usage", "worker", "stream_frames", "plain"),
     *("tests_side", "program_side", "jobs"),
     *("backends.worker_frames", "backends.rights", "backends.guest"),
 )
@@ -118,8 +121,8 @@ class SandboxBox:
         self._stdin = self._process.stdin.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._reader = frames.FrameReader(self._process.stdout.fileno(), frames.MOST_BYTES)
-        first = launch.first or frames.frame(frames.CONFIG, _config_bytes(launch.config))
+        self._reader = frames.FrameReader(self._process.stdout.fileno(), worker_frames.MOST_BYTES)
+        first = launch.first or frames.frame(worker_frames.CONFIG, _config_bytes(launch.config))
         self._outgoing = bytearray(first)
 
     def wait_until_ready(self, limit_s: float) -> None:
@@ -128,7 +131,7 @@ class SandboxBox:
         while (found := self._next_frame(deadline)) is None:
             if time.monotonic() >= deadline:
                 raise BoxBrokenError(f"not ready after {limit_s:.0f} s. {self.messages()}")
-        if found != (frames.HELLO, b""):
+        if found != (worker_frames.HELLO, b""):
             raise BoxBrokenError(f"its first word was {found[1][:80]!r}")
 
     @property
@@ -143,19 +146,19 @@ class SandboxBox:
         self.num_runs += 1
         run_id = os.urandom(16)
         limit = execution.max_output_bytes
-        order = frames.JobOrder(
+        order = JobOrder(
             *(run_id, execution.timeout_s, execution.job, execution.argument),
             *(limit, execution.stdin, execution.payload),
         )
-        self._outgoing += frames.frame(frames.GO, order.pack())
+        self._outgoing += frames.frame(worker_frames.GO, order.pack())
         num_oom_kills = self.launch.num_oom_kills()
         deadline = time.monotonic() + execution.timeout_s + _BACKSTOP_S
-        outputs = {frames.OUT: bytearray(), frames.ERR: bytearray()}
+        outputs = {worker_frames.OUT: bytearray(), worker_frames.ERR: bytearray()}
         is_called_off = False
         while True:
             if execution.future.cancelled() and not is_called_off:
                 is_called_off = True
-                self._outgoing += frames.frame(frames.KILL, run_id)
+                self._outgoing += frames.frame(worker_frames.KILL, run_id)
                 deadline = min(deadline, time.monotonic() + _BACKSTOP_S)
             if time.monotonic() >= deadline:
                 raise BoxBrokenError("no answer in time")
@@ -163,17 +166,23 @@ class SandboxBox:
             if found is None:
                 if self.launch.num_oom_kills() > num_oom_kills and not is_called_off:
                     is_called_off = True  # the kernel has taken a process: the program is over
-                    self._outgoing += frames.frame(frames.KILL, run_id)
+                    self._outgoing += frames.frame(worker_frames.KILL, run_id)
                 continue
             kind, body = found
-            if kind == frames.RESULT:
+            if kind == worker_frames.RESULT:
                 break
             if kind not in outputs or len(outputs[kind]) > limit + _SLACK_BYTES:
                 raise BoxBrokenError("more output than was allowed, or a frame of no kind")
             outputs[kind] += body
         is_oom = self.launch.num_oom_kills() > num_oom_kills
         outcome = _believed(body, run_id, is_oom)
-        return judge(outcome, bytes(outputs[frames.OUT]), bytes(outputs[frames.ERR]), limit, tier)
+        return judge(
+            outcome,
+            bytes(outputs[worker_frames.OUT]),
+            bytes(outputs[worker_frames.ERR]),
+            limit,
+            tier,
+        )
 
     def _next_frame(self, deadline: float) -> tuple[int, bytes] | None:
         """The next frame, or None after a tick; meanwhile what is to go out goes out."""
@@ -193,15 +202,12 @@ class SandboxBox:
                 else:
                     self._reader.fill()
             return self._reader.take()
-        except (frames.BoxChannelError, OSError, ValueError) as error:
+        except (frames.ChannelError, OSError, ValueError) as error:
             raise BoxBrokenError(f"{error}. {self.messages()}") from error
 
     def messages(self) -> str:
         """The complaints of the back end and the guest, their last 4,096 bytes."""
-        if self._is_closed:
-            return ""
-        size = os.fstat(self._messages).st_size
-        return os.pread(self._messages, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return "" if self._is_closed else last_message(self._messages)
 
     def kill(self) -> None:
         """Ends it in a hurry, from any thread: whoever waits for it sees a broken box."""

@@ -34,8 +34,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from nanorl.sandbox import jobs, protocol, usage
-from nanorl.sandbox.backends import rights
-from nanorl.sandbox.backends import worker_frames as frames
+from nanorl.sandbox import stream_frames as frames
+from nanorl.sandbox.backends import rights, worker_frames
+from nanorl.sandbox.backends.worker_frames import JobOrder
 from nanorl.sandbox.confine import close_from
 from nanorl.sandbox.program import execute, exit_now, parts_of, renew_streams
 from nanorl.sandbox.worker import limit_cpu
@@ -49,11 +50,11 @@ _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # random(4)
 class Job:
     """A forked process, the pipes from and to it, and how much of its output has gone out."""
 
-    def __init__(self, order: frames.JobOrder) -> None:
+    def __init__(self, order: JobOrder) -> None:
         self.order = order
         self.deadline = time.monotonic() + order.limit_s
-        self.outputs: dict[int, int] = {}  # descriptor -> frames.OUT or frames.ERR
-        self.num_bytes = {frames.OUT: 0, frames.ERR: 0}
+        self.outputs: dict[int, int] = {}  # descriptor -> worker_frames.OUT or worker_frames.ERR
+        self.num_bytes = {worker_frames.OUT: 0, worker_frames.ERR: 0}
         self.feeds: dict[int, memoryview] = {}  # descriptor -> what is still to be written
         self.flags = 0
         self.status = protocol.NO_STATUS
@@ -118,23 +119,21 @@ class GuestServer:
         self._talk: socket.socket | None = None
 
     def serve(self) -> None:
-        self._send(frames.HELLO)
+        self._send(worker_frames.HELLO)
         while True:
             kind, body = self._reader.wait()
-            if kind == frames.WAKE:
-                _wake_up(*frames.WAKING.unpack(body))
-                self._send(frames.HELLO)
-            elif kind == frames.GO:
-                order = frames.JobOrder.unpack(body)
+            if kind == worker_frames.WAKE:
+                _wake_up(*worker_frames.WAKING.unpack(body))
+                self._send(worker_frames.HELLO)
+            elif kind == worker_frames.GO:
+                order = JobOrder.unpack(body)
                 del body
                 self._do(order)
 
     def _send(self, kind: int, body: bytes = b"") -> None:
-        view = memoryview(frames.frame(kind, body))
-        while view:
-            view = view[os.write(self._out, view) :]
+        frames.send_frame(self._out, kind, body)
 
-    def _do(self, order: frames.JobOrder) -> None:
+    def _do(self, order: JobOrder) -> None:
         job, start = Job(order), time.monotonic()
         num_oom_kills = self._num_oom_kills()
         self._cpu_s, self._maxrss = 0.0, 0
@@ -153,7 +152,7 @@ class GuestServer:
             job.flags |= protocol.FLAG_MEMORY
         result = (order.run_id, job.flags, job.status, self._cpu_s)
         wall_s = time.monotonic() - start
-        self._send(frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
+        self._send(worker_frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
 
     # The forked process.
 
@@ -164,7 +163,7 @@ class GuestServer:
         theirs.close()
         return job.hold(ours.detach())
 
-    def _serve_program(self, order: frames.JobOrder, _: list[int], theirs: socket.socket) -> None:
+    def _serve_program(self, order: JobOrder, _: list[int], theirs: socket.socket) -> None:
         os.chdir(self.folder)
         _be_expendable()
         rights.lower(self.config)
@@ -177,7 +176,7 @@ class GuestServer:
         streams = []
         if has_streams:
             stdin = job.feed(job.order.stdin) if job.order.stdin else -1
-            streams = [stdin, job.output(frames.OUT), job.output(frames.ERR)]
+            streams = [stdin, job.output(worker_frames.OUT), job.output(worker_frames.ERR)]
         pid = os.fork()
         if pid == 0:
             try:
@@ -194,7 +193,7 @@ class GuestServer:
         job.hand_over()
         return pid
 
-    def _perform(self, order: frames.JobOrder, streams: list[int], channel: int) -> None:
+    def _perform(self, order: JobOrder, streams: list[int], channel: int) -> None:
         os.chdir(self.folder or self.config["root"] + "/tmp")
         _be_expendable()
         rights.lower(self.config, is_hidden=order.job in (protocol.TEST, protocol.VERIFY))
@@ -227,7 +226,11 @@ class GuestServer:
             theirs.close()
         assert self._talk is not None, "made with the interpreter"
         order = job.order
-        ends = [job.feed(order.payload), job.output(frames.OUT), job.output(frames.ERR)]
+        ends = [
+            job.feed(order.payload),
+            job.output(worker_frames.OUT),
+            job.output(worker_frames.ERR),
+        ]
         _signal_all(_descendants(), signal.SIGCONT)
         cpu_s = _cpu_s(_descendants())
         with suppress(OSError):  # one that does not read its orders runs into the limit
@@ -244,9 +247,7 @@ class GuestServer:
         self._repl, self._talk = 0, None
         return set()
 
-    def _serve_repl(
-        self, order: frames.JobOrder, streams: list[int], theirs: socket.socket
-    ) -> None:
+    def _serve_repl(self, order: JobOrder, streams: list[int], theirs: socket.socket) -> None:
         os.chdir(self.folder)
         _be_expendable()
         rights.lower(self.config)
@@ -294,7 +295,7 @@ class GuestServer:
     def _listen(self, job: Job) -> None:
         self._reader.fill()
         while (found := self._reader.take()) is not None:
-            if found == (frames.KILL, job.order.run_id):
+            if found == (worker_frames.KILL, job.order.run_id):
                 job.end(protocol.FLAG_KILLED)
 
     def _pump(self, job: Job) -> None:
@@ -467,7 +468,7 @@ def main(config: Mapping[str, Any]) -> NoReturn:
     gc.freeze()
     try:
         server.serve()
-    except frames.BoxChannelError:  # the host is gone
+    except frames.ChannelError:  # the host is gone
         _end_all()
     exit_now(0)
 

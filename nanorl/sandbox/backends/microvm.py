@@ -28,7 +28,8 @@ from typing import Any
 
 from nanorl.sandbox import memory_limits as memory
 from nanorl.sandbox import protocol, seccomp
-from nanorl.sandbox.backends import worker_frames as frames
+from nanorl.sandbox import stream_frames as frames
+from nanorl.sandbox.backends import worker_frames
 from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox, guest_config
 from nanorl.sandbox.base import MIB, SandboxFailure, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid
@@ -116,8 +117,8 @@ class MicrovmBackend:
         incoming = f'exec "$@" 3<{self._folder}/snapshot'
         words = ["/bin/sh", "-c", incoming, "sh", *self._machine(self.accelerator)]
         launch = self._launch(index, [*words, "-incoming", "fd:3"])
-        waking = frames.WAKING.pack(time.time(), os.urandom(frames.ENTROPY_BYTES))
-        return replace(launch, first=frames.frame(frames.WAKE, waking))
+        waking = worker_frames.WAKING.pack(time.time(), os.urandom(worker_frames.ENTROPY_BYTES))
+        return replace(launch, first=frames.frame(worker_frames.WAKE, waking))
 
     def _launch(self, index: int, words: list[str]) -> Launch:
         uid = unused_uid(index)

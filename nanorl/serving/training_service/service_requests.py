@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanoengine.config import EngineConfig
 from nanoinfer.params import SamplingParams
-from nanorl.serving.training_service.service_messages import SampleWishes
+from nanorl.serving.training_service.service_messages import SampleOptions
 
 MAX_SAMPLES = 1024
 
@@ -173,8 +173,8 @@ class SampleBody(Body):
     base_model: None = None
     model_path: None = None
 
-    def wishes(self) -> SampleWishes:
-        return SampleWishes(
+    def options(self) -> SampleOptions:
+        return SampleOptions(
             prompt_logps=bool(self.prompt_logprobs),
             last_n=self.prompt_logprobs_last_n,
             top_prompt=self.topk_prompt_logprobs,

@@ -24,7 +24,7 @@ from nanoinfer import model_runner
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.gpu.device_sampler import device_sampling
-from nanoinfer.options.asked_sampling import AskedSampling
+from nanoinfer.options.full_sampling import FullSamplingBatch
 from nanoinfer.params import SamplingParams
 from nanoinfer.variants import full_runner
 
@@ -165,7 +165,7 @@ def on_triton(monkeypatch):
                 monkeypatch.setattr(module, switch, lambda *_, value=value, **__: value)
 
     def sent(self, step):
-        sampling = AskedSampling.of(step.sampling)
+        sampling = FullSamplingBatch.of(step.sampling)
         drawing = device_sampling(sampling, 67, rescores_all=self._is_invariant)
         return full_runner.FullStep(**vars(step), drawing=drawing)
 

@@ -6,7 +6,7 @@ import torch
 from test_sampler import batch, chi_square
 
 from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.options.asked_sampling import sample, top_logps
+from nanoinfer.options.full_sampling import sample, top_logps
 from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 

@@ -14,7 +14,7 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.options.asked_sampling import sample, top_logps
+from nanoinfer.options.full_sampling import sample, top_logps
 from nanoinfer.options.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 

@@ -19,7 +19,7 @@ from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.gpu.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.options.asked_sampling import AskedSampling, sample, top_logps
+from nanoinfer.options.full_sampling import FullSamplingBatch, sample, top_logps
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants.full_runner import FullRunner, FullStep
 
@@ -73,7 +73,7 @@ def test_reported_logps_are_those_of_the_mode_that_each_request_asked_for(
         sent = FullRunner.sent
 
         def with_drawing(self: FullRunner, step: StepInput) -> FullStep:
-            drawing = device_sampling(AskedSampling.of(step.sampling), 211)
+            drawing = device_sampling(FullSamplingBatch.of(step.sampling), 211)
             return replace(sent(self, step), drawing=drawing)
 
         monkeypatch.setattr(FullRunner, "sent", with_drawing)

@@ -324,7 +324,7 @@ def test_engines_over_one_model_may_step_at_a_time(folder: Path) -> None:
 
     def hold() -> None:
         rows = {"a": torch.arange(len(PROMPT))}
-        with engines[0]._desk.adapters.applied(rows):
+        with engines[0]._processor.adapters.applied(rows):
             inside.set()
             outside.wait(60)
 

@@ -32,7 +32,7 @@ from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
-from nanorl.envs.kind import ShortKind
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.rewards.base import Score
 from nanorl.envs.tools.function import function_tool
 from nanorl.envs.tools.python import python
@@ -318,7 +318,7 @@ LOOP_TURNS = st.lists(
 @pytest.mark.parametrize("loop", OURS)
 def test_no_loop_of_ours_trains_on_what_was_not_sampled_there(model: Model, loop: str) -> None:
     services = Services(tokenizer=model.tokenizer, sandbox=None, timeout_s=30.0)
-    kind = ShortKind(Book)
+    kind = EnvClassKind(Book)
 
     async def play_all(turns: list[Turn]) -> tuple[Rollout, Engine]:
         engine = Engine(model, turns)

@@ -25,7 +25,7 @@ from nanorl.agents.loop import Agent, AgentLoop
 from nanorl.agents.loops import load_loop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
-from nanorl.envs.kind import ShortKind
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.observability.report.transcript import transcript
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -75,7 +75,7 @@ def play(
 ) -> Rollout:
     services = Services(tokenizer=TINY, sandbox=None, timeout_s=5.0)
     agent = Agent(generator=policy, tokenizer=TINY, limits=limits, loop=loop, deadline_s=deadline_s)
-    opened = ShortKind(env).open(services)
+    opened = EnvClassKind(env).open(services)
     rollout = asyncio.run(
         agent.play(
             task or Task("How much?", answer="42"),

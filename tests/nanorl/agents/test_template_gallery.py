@@ -44,7 +44,7 @@ from nanorl.algorithms.observed import Scaffold
 from nanorl.cli import main
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
-from nanorl.envs.kind import ShortKind
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.tools.function import function_tool
 from nanorl.inspection.doctor.borders import border_findings
 from nanorl.inspection.doctor.conversations import (
@@ -274,7 +274,7 @@ def play(name: str, loop: AgentLoop, env: type[Env]) -> tuple[Rollout, Policy]:
     services = Services(tokenizer=tokenizer, sandbox=None, timeout_s=30.0)
     rollout = agent.play(
         Task("What is 17 + 25?", answer="42"),
-        ShortKind(env).open(services),
+        EnvClassKind(env).open(services),
         group_id="g",
         rollout_id="r",
         sampling=SamplingParams(seed=1),

@@ -193,13 +193,13 @@ def test_options_belong_to_the_places_from_which_on_they_held(tmp_path: Path) ->
             store.put_fact(f"start/{number}", {"code": {"source": str(number)}})
     now = RunConfig(rl=RLConfig(lr=2e-5, steps=6, temperature=0.5))
     with PastRun(tmp_path, now) as run:
-        held = [(one.begin, one.config.rl) for one in run.stretches]
+        held = [(one.begin, one.config.rl) for one in run.segments]
         assert [(begin, rl.lr, rl.steps, rl.temperature) for begin, rl in held] == [
             ((0, 0), 1e-5, 4, 1.0),
             ((RL, 2), 2e-5, 4, 1.0),
             ((RL, 4), 2e-5, 6, 0.5),
         ]
-        assert run.stretch((RL, 1)) == 0 and run.stretch((RL, 3)) == 1 and run.stretch((6, 0)) == 2
+        assert run.segment((RL, 1)) == 0 and run.segment((RL, 3)) == 1 and run.segment((6, 0)) == 2
         places = [(2, 0), (RL, 2), (RL, 3), (RL, 4), (RL + 1, 0)]
         sources = [run.manifest(place)["code"]["source"] for place in places]
         assert sources == ["0", "1", "2", "3", "3"]

@@ -23,10 +23,16 @@ from sandbox_driver import SPEC, Examiner
 
 from nanorl.options.agent_config import ToolConfig
 from nanorl.run.parse import parse_arguments
-from nanorl.sandbox import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, protocol
-from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox
+from nanorl.sandbox import (
+    SandboxFailure,
+    SandboxPool,
+    SandboxSpec,
+    SandboxUnavailable,
+    protocol,
+)
+from nanorl.sandbox import stream_frames as frames
+from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox, worker_frames
 from nanorl.sandbox.backends import box as boxes
-from nanorl.sandbox.backends import worker_frames as frames
 from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.backends.landlock import LandlockBackend
 from nanorl.sandbox.backends.rights import landlock_version
@@ -367,15 +373,15 @@ def test_a_program_that_ends_its_server_gains_nothing() -> None:
 def test_frames_come_out_whole_however_they_arrive() -> None:
     ours, theirs = os.pipe()
     reader = frames.FrameReader(ours, max_bytes=1000)
-    sent = frames.frame(frames.OUT, b"abc") + frames.frame(frames.HELLO)
+    sent = frames.frame(worker_frames.OUT, b"abc") + frames.frame(worker_frames.HELLO)
     got = []
     for byte in sent:
         os.write(theirs, bytes([byte]))
         reader.fill()
         got += [found] if (found := reader.take()) else []
-    assert got == [(frames.OUT, b"abc"), (frames.HELLO, b"")] and reader.is_empty
+    assert got == [(worker_frames.OUT, b"abc"), (worker_frames.HELLO, b"")] and reader.is_empty
     os.close(theirs)
-    with pytest.raises(frames.BoxChannelError):
+    with pytest.raises(frames.ChannelError):
         reader.fill()
     os.close(ours)
 

@@ -96,7 +96,7 @@ APART = (
 )
 TEST_STARTS = "    output, channel = _private_output(), socket.socket(fileno=os.dup(0))\n"
 END_REPORTED_FIRST = (
-    TEST_STARTS + "    _write_all(output, parts['nonce'])\n    parts['nonce'] = b''\n"
+    TEST_STARTS + "    write_all(output, parts['nonce'])\n    parts['nonce'] = b''\n"
 )
 HIDDEN = ("jobs", "    confinement.unmount(protocol.TESTS)\n", "")
 FORGERIES = (

@@ -26,8 +26,8 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.commands.serve_env import kept_secret
 from nanorl.envs.base import Environment, Services
+from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_kind import EnvKind
-from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.wire import WireTask
 from nanorl.envs.rewards.base import Score, Transcript
@@ -97,7 +97,7 @@ def services(is_tool_enabled: bool = True) -> Services:
 
 @contextlib.asynccontextmanager
 async def serving(key: str = "", **limits: Any) -> AsyncIterator[tuple[str, EnvServer]]:
-    server = EnvServer(Kit(ShortKind(Game)), ServeLimits(**limits), key)  # type: ignore[arg-type]
+    server = EnvServer(Kit(EnvClassKind(Game)), ServeLimits(**limits), key)  # type: ignore[arg-type]
     async with server.listening("127.0.0.1", 0) as url:
         yield url, server
 
@@ -133,7 +133,7 @@ SCRIPTS = [(CALL, "hm", "42"), ("é?", "41"), (CALL, CALL + CALL, "42"), ("7",)]
 
 def test_an_episode_behind_an_address_is_the_episode_at_hand() -> None:
     async def run() -> None:
-        near = ShortKind(Game)
+        near = EnvClassKind(Game)
         async with serving() as (url, _):
             far = await kind_at(url)
             assert (far.name, far.loop, far.has_tools) == ("game", "tool", True)
@@ -180,7 +180,7 @@ def test_a_client_plays_what_the_server_drew_and_nothing_of_its_own() -> None:
             assert Game.open_now == 0
             again = Task.from_json(json.loads(json.dumps(task.to_json(), sort_keys=True)))
             assert (await play(kind.open(services()), again, "42")).is_success
-            restarted = EnvServer(Kit(ShortKind(Game)), ServeLimits(), secret=server._secret)  # type: ignore[arg-type]
+            restarted = EnvServer(Kit(EnvClassKind(Game)), ServeLimits(), secret=server._secret)  # type: ignore[arg-type]
             async with restarted.listening("127.0.0.1", 0) as url:
                 kind = await kind_at(url)
                 assert (await play(kind.open(services()), task, "42")).is_success
@@ -193,7 +193,7 @@ def test_a_client_plays_what_the_server_drew_and_nothing_of_its_own() -> None:
 
 def test_a_seal_survives_what_json_does_to_a_task() -> None:
     """Keys become texts, in another order than numbers have, and tuples lists."""
-    server = EnvServer(Kit(ShortKind(Game)), ServeLimits())  # type: ignore[arg-type]
+    server = EnvServer(Kit(EnvClassKind(Game)), ServeLimits())  # type: ignore[arg-type]
     drawn = WireTask(prompt="p", data={"by": {10: "x", 9: (1, 2)}, "share": 0.1 + 0.2})
     back = WireTask(**json.loads(json.dumps(json.loads(server._sealed(drawn).model_dump_json()))))
     assert server._opened(back).data == {"by": {"10": "x", "9": [1, 2]}, "share": 0.1 + 0.2}

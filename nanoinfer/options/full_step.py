@@ -1,6 +1,6 @@
 """What is not plain in a step: it is added to the step's arrays here, and its results taken.
 
-Some requests ask for more than tokens and their log-probs (options/asked_sequence.py), or tokens
+Some requests ask for more than tokens and their log-probs (options/full_sequence.py), or tokens
 were guessed (variants/speculative.py). A draft counts if it is the very token that was sampled at
 its position, and the sample after the last such draft counts too.
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import RunnerOutput, StepInput
-from nanoinfer.options.asked_sampling import AskedSampling
-from nanoinfer.options.asked_sequence import AskedSequence
+from nanoinfer.options.full_sampling import FullSamplingBatch
+from nanoinfer.options.full_sequence import FullSequence
 from nanoinfer.options.param_checks import logps_temperature
 from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
@@ -30,11 +30,11 @@ _U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class AskedOutput(RunnerOutput):
+class FullOutput(RunnerOutput):
     """A runner's results of a step that is not plain. `sampled` positions include drafts; `scores`
     has one entry for each prompt token to be scored.
 
-    Of a step with a decode and a decode with one draft: `AskedOutput(tokens=[7, 4, 9],
+    Of a step with a decode and a decode with one draft: `FullOutput(tokens=[7, 4, 9],
     logps=[-0.1, -2.3, -0.7], sampled_logps=[-0.1, -2.3, -0.7])`."""
 
     top: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class AskedStep:
+class FullStepOptions:
     """The options of one step, as `StepInput.options` has them."""
 
     scored: Scored | None = None
@@ -76,7 +76,7 @@ class AskedStep:
     ) -> Iterator[tuple[Sequence, int, int]]:
         """Append what was sampled to its sequences, one by one: each with how many tokens it got,
         and how many had been guessed."""
-        found = result if isinstance(result, AskedOutput) else AskedOutput(**vars(result))
+        found = result if isinstance(result, FullOutput) else FullOutput(**vars(result))
         if found.scores:
             _take_scores(step, found.scores, found.score_tops)
         scheduler.commit(step)
@@ -105,17 +105,17 @@ def ask(inputs: StepInput, step: Step) -> StepInput:
     edits = {
         i: seq.edits
         for i, seq in enumerate(drawn)
-        if isinstance(seq, AskedSequence) and seq.edits is not None
+        if isinstance(seq, FullSequence) and seq.edits is not None
     }
-    sampling = AskedSampling(
+    sampling = FullSamplingBatch(
         *(inputs.sampling.temperatures, inputs.sampling.seeds, inputs.sampling.positions),
         *(top_ks.astype(np.int64), top_ps, min_ps),
         edits=edits,
         num_top={i: seq.params.top_logps for i, seq in enumerate(drawn) if seq.params.top_logps},
         raw_rows=[i for i, seq in enumerate(drawn) if seq.params.logps_mode == "raw"],
     )
-    adapters = [seq.adapters for seq in step.seqs if isinstance(seq, AskedSequence)]
-    options = AskedStep(
+    adapters = [seq.adapters for seq in step.seqs if isinstance(seq, FullSequence)]
+    options = FullStepOptions(
         _scored(step),
         _adapter_rows(step),
         next((pool for pool in adapters if pool is not None), None),
@@ -207,7 +207,7 @@ def _spans(temperatures: list[float]) -> list[tuple[float, int, int]]:
 
 def unscored(seq: Sequence, num_new: int) -> range:
     """Positions among the next `num_new` tokens whose successor in the prompt is to be scored."""
-    return seq.unscored(num_new) if isinstance(seq, AskedSequence) else range(0)
+    return seq.unscored(num_new) if isinstance(seq, FullSequence) else range(0)
 
 
 def _take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
@@ -215,7 +215,7 @@ def _take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, flo
     which moves on where a sequence stands."""
     done = 0
     for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
-        if isinstance(seq, AskedSequence):
+        if isinstance(seq, FullSequence):
             count = len(seq.unscored(num_new))
             seq.prompt_logps += scores[done : done + count]
             if seq.params.top_logps:
@@ -224,14 +224,14 @@ def _take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, flo
 
 
 def _take_samples(
-    seq: Sequence, drafts: list[int], result: AskedOutput, row: int, version: int
+    seq: Sequence, drafts: list[int], result: FullOutput, row: int, version: int
 ) -> int:
     """Append the samples of `seq` that count; its rows of `result` start at `row`. Returns how many
     there were: one, and one for each accepted draft."""
     end = row
     for draft in (*drafts, None):
         token = result.tokens[end]
-        if end in result.top and isinstance(seq, AskedSequence):
+        if end in result.top and isinstance(seq, FullSequence):
             seq.top_logps.append(result.top[end])
         seq.append(token, result.logps[end], version, result.sampled_logps[end])
         end += 1

@@ -1,4 +1,4 @@
-"""`ShortKind`: a class derived from `Env`, as a whole run knows it.
+"""`EnvClassKind`: a class derived from `Env`, as a whole run knows it.
 
 Left out: how a name becomes one (catalog.py) and worker processes (nanorl/envs/hosting).
 """
@@ -27,7 +27,7 @@ from nanorl.plugins import where_raised
 from nanorl.task import Task
 
 
-class ShortKind:
+class EnvClassKind:
     """A class derived from `Env`, with the arguments that each of its objects is made with."""
 
     def __init__(self, cls: type[Env], arguments: Mapping[str, Any] | None = None) -> None:

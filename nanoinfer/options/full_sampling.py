@@ -28,7 +28,7 @@ _GREEDY, _WHOLE, _TRUNCATED = range(3)  # how a row is sampled
 
 
 @dataclass(frozen=True)
-class AskedSampling(SamplingBatch):
+class FullSamplingBatch(SamplingBatch):
     """One entry a row. `edits`, `num_top` and `raw_rows` name only the rows that ask for it."""
 
     top_ks: np.ndarray  # int64, 0 is off
@@ -39,9 +39,9 @@ class AskedSampling(SamplingBatch):
     raw_rows: Sequence[int] = ()  # whose reported log-probs are of temperature 1
 
     @classmethod
-    def of(cls, batch: SamplingBatch) -> AskedSampling:
+    def of(cls, batch: SamplingBatch) -> FullSamplingBatch:
         """The same; a plain one asks for nothing."""
-        if isinstance(batch, AskedSampling):
+        if isinstance(batch, FullSamplingBatch):
             return batch
         count = len(batch.seeds)
         no_ks, all_ps, no_ps = np.zeros(count, dtype=np.int64), np.ones(count), np.zeros(count)
@@ -54,7 +54,7 @@ class AskedSampling(SamplingBatch):
         return found
 
 
-def sample(logits_BV: Tensor, batch: AskedSampling) -> Samples:
+def sample(logits_BV: Tensor, batch: FullSamplingBatch) -> Samples:
     """Draw one token a row, as the row asks. The logits are not changed."""
     tokens = torch.empty(logits_BV.shape[0], dtype=torch.int64)
     logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
@@ -89,7 +89,7 @@ def sample(logits_BV: Tensor, batch: AskedSampling) -> Samples:
     return Samples(tokens, logps, sampled_logps)
 
 
-def _alike(batch: AskedSampling) -> list[tuple[tuple[float, int, bool], np.ndarray]]:
+def _alike(batch: FullSamplingBatch) -> list[tuple[tuple[float, int, bool], np.ndarray]]:
     """Rows that can be sampled by the same calls, each set under (temperature, kind, is_edited)."""
     kinds = np.where(batch.temperatures == 0, _GREEDY, _WHOLE)
     is_cut = (batch.top_ks > 0) | (batch.top_ps < 1) | (batch.min_ps > 0)
@@ -114,7 +114,7 @@ def _edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
     return z_RV
 
 
-def top_logps(logits_BV: Tensor, batch: AskedSampling) -> dict[int, list[tuple[int, float]]]:
+def top_logps(logits_BV: Tensor, batch: FullSamplingBatch) -> dict[int, list[tuple[int, float]]]:
     """The likeliest tokens of the rows that asked, of equals the smaller id first, and their
     log-probs as `logits_logprob`'s."""
     found: dict[int, list[tuple[int, float]]] = {}

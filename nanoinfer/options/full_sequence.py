@@ -13,7 +13,7 @@ from nanoinfer.sequence import Sequence
 from nanoinfer.variants.adapters import AdapterPool
 
 
-class AskedSequence(Sequence):
+class FullSequence(Sequence):
     """A request, with what it asks for beside its tokens."""
 
     is_plain: ClassVar[bool] = False
@@ -128,7 +128,7 @@ def resume(seq: Sequence, sampled: Output) -> None:
                 f"sampled: the request ended after {at} of its {num_tokens} tokens "
                 f"({seq.finish_reason}); give what an abort left"
             )
-        if isinstance(seq, AskedSequence) and seq.params.top_logps:
+        if isinstance(seq, FullSequence) and seq.params.top_logps:
             seq.top_logps.append(top)
         seq.append(token, logp, version, sampled_logp, cache_version)
     if seq.finish_reason is not None:

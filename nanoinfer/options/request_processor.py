@@ -8,7 +8,7 @@ from pathlib import Path
 from nanoengine.adapters.lora import Adapter
 from nanoengine.model.transformer import Transformer
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanoinfer.options.asked_sequence import AskedSequence, resume
+from nanoinfer.options.full_sequence import FullSequence, resume
 from nanoinfer.options.logit_edits import GrammarCompiler
 from nanoinfer.options.param_checks import check_can_go_on, check_ids, wants_text
 from nanoinfer.options.text import TextStream
@@ -18,7 +18,7 @@ from nanoinfer.sequence import Sequence
 from nanoinfer.variants.adapters import AdapterPool
 
 
-class RequestDesk:
+class RequestProcessor:
     """Knows the adapters that are loaded, and the grammars that were compiled."""
 
     def __init__(self, model: Transformer) -> None:
@@ -48,7 +48,7 @@ class RequestDesk:
         tokenizer: ChatTokenizer | None,
     ) -> Sequence:
         """The request, with all that it names."""
-        seq = AskedSequence(handle, ids, params, eos_ids, priority)
+        seq = FullSequence(handle, ids, params, eos_ids, priority)
         grammar = params.grammar
         matcher = None if grammar is None else self._compiler(tokenizer).matcher(grammar)
         text = None
@@ -58,7 +58,7 @@ class RequestDesk:
         return seq
 
     def resume(self, seq: Sequence, sampled: Output) -> None:
-        """`asked_sequence.resume`."""
+        """`full_sequence.resume`."""
         resume(seq, sampled)
 
     def load_adapter(
