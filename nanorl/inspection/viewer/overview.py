@@ -1,7 +1,7 @@
 """What a run did at a glance, as HTML without scripts: rates, curves, times; and runs compared.
 
 The parts of report.html are made of the numbers of this moment, so that a run which goes on has
-them, too. Every text passes `charts.text`; links lead to views of the page (static/main.js).
+them, too. Every text passes `markup.text`; links lead to views of the page (static/main.js).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nanorl.observability.report.charts import (
     duration,
     line_chart,
     number,
-    text,
 )
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, percent
 from nanorl.observability.report.examples import NUM_STAGES
 from nanorl.observability.report.html import curves_section, outcome_section, types_section
+from nanorl.observability.report.markup import text
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.store.listing import Tally

@@ -1,6 +1,6 @@
 """report.html: one file that shows what a run did, with no script and nothing loaded from outside.
 
-Whatever a model wrote is untrusted: every text passes `charts.text`, and the page's own security
+Whatever a model wrote is untrusted: every text passes `markup.text`, and the page's own security
 policy forbids scripts and loads, should that ever fail. The same input gives the same bytes. The
 style sheet is `style.css` beside this file; the page carries it inline.
 Left out: live updates (nanorl.observability.report.live) and all other rollouts (nanorl view).
@@ -23,9 +23,9 @@ from nanorl.observability.report.charts import (
     number,
     stacked_bars,
     success_bars,
-    text,
 )
 from nanorl.observability.report.examples import Example, Rate
+from nanorl.observability.report.markup import text
 from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.observability.report.trace import Decode, Segment, TokenView, trace_rollout
 from nanorl.types import REWARD_PART, Branch, Rollout, Status
