@@ -12,7 +12,7 @@ from typing import Any
 
 from nanorl.observability.report.charts import number
 from nanorl.observability.report.html import page
-from nanorl.observability.report.markup import element, text
+from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.svg import Point, Scale, curve, label, outline
 from nanorl.observability.report.svg import picture as drawn_picture
 
@@ -145,17 +145,7 @@ def markdown(rows: Sequence[Row], about: About) -> str:
 
 def html(rows: Sequence[Row], about: About) -> str:
     """report.html, whole in one file."""
-    titles = "".join(f'<th scope="col">{text(title)}</th>' for title in heads(about))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row">{text(cell)}</th>' if i == 0 else f"<td>{text(cell)}</td>"
-            for i, cell in enumerate(cells(row, about))
-        )
-        + "</tr>"
-        for row in rows
-        if row["runs"]
-    )
+    body = [[text(cell) for cell in cells(row, about)] for row in rows if row["runs"]]
     said = "".join(
         f"<p><b>{text(name)}</b> <code>{text(options)}</code> {text(what)}</p>"
         for name, options, what in remarks(rows, about)
@@ -163,8 +153,8 @@ def html(rows: Sequence[Row], about: About) -> str:
     return page(
         about["title"],
         f"<header><h1>{text(about['title'])}</h1><p>{text(conditions(about))}</p></header>"
-        '<section><h2>Held-out success and what it cost</h2><div class="card scroll"><table>'
-        f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div></section>"
+        '<section><h2>Held-out success and what it cost</h2><div class="card scroll">'
+        f"{table(heads(about), body)}</div></section>"
         + (f'<section><h2>Remarks</h2><div class="card">{said}</div></section>' if said else "")
         + '<section><h2>Success in training, by sampled tokens</h2><div class="card">'
         f"{picture(rows, about)}</div></section>",

@@ -7,6 +7,7 @@ needs), and what SVG is drawn of (svg.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 
 # Control characters cannot be shown, and those of text direction would reorder what is read.
@@ -33,6 +34,27 @@ def element(name: str, *inside: str, **attributes: object) -> str:
         if value is not None
     )
     return f"<{name}{given}>{''.join(inside)}</{name}>" if inside else f"<{name}{given}/>"
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    has_names: bool = True,
+    class_: str | None = None,
+) -> str:
+    """A table under the titles `heads`, which are text; cells are markup already.
+
+    The first cell of a row is its name, unless it has none.
+    """
+    titles = "".join(element("th", text(head), scope="col") for head in heads)
+    lines = []
+    for row in rows:
+        names, cells = (row[:1], row[1:]) if has_names else ((), row)
+        named = "".join(element("th", name, scope="row") for name in names)
+        lines.append(f"<tr>{named}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    top = f"<thead><tr>{titles}</tr></thead>" if heads else ""
+    return element("table", f"{top}<tbody>{''.join(lines)}</tbody>", class_=class_)
 
 
 def _attribute(value: object) -> str:
