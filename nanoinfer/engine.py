@@ -24,9 +24,9 @@ from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
 from nanoinfer.engine_core import EngineCore, EngineParts
+from nanoinfer.engine_memory import blocks_in
 from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.params import Output, SamplingParams

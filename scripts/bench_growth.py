@@ -22,7 +22,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from math import log2
 from pathlib import Path
 from statistics import median
@@ -34,6 +33,9 @@ from bench_infer import Clock
 from bench_rl import run_step, step_bound
 from generated_part import newest
 from model_bench import PEERS, make_parser, make_row, measure, run_benchmark, run_rate, with_rates
+
+from nanorl.observability.report.markup import element, tenth
+from nanorl.observability.report.svg import Scale, curve, label, sheet
 
 sys.path.insert(0, str(PEERS))
 
@@ -245,53 +247,40 @@ def draw(measured: Mapping[str, Any]) -> str:
     rows = [r for r in measured["rows"] if (r["dtype"], r["threads"]) == (dtype, threads)]
     cores = f"{threads} thread{'s' if threads > 1 else ''}"
     title = f"SmolLM2-135M, {dtype}, {cores}, {measured['hardware']}, {measured['date']}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{2 * HEIGHT + 24}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{2 * WIDTH}" height="{2 * HEIGHT + 24}" fill="white"/>',
-        f'<text x="10" y="18" font-size="13">{escape(title)}</text>',
-    ]
+    parts = []
     for i, (across, up, kinds) in enumerate(PANELS):
         curves = {kind: [r for r in rows if r["name"].startswith(f"{kind}-")] for kind in kinds}
         if any(curves.values()):
             place = f"translate({i % 2 * WIDTH} {24 + i // 2 * HEIGHT})"
-            parts.append(f'<g transform="{place}">{_panel(across, up, curves)}</g>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            parts.append(element("g", _panel(f"{up}, by {across}", curves), transform=place))
+    return sheet(parts, 2 * WIDTH, 2 * HEIGHT + 24, title=title, font_size=11)
 
 
-def _panel(across: str, up: str, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _panel(said: str, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     points = {kind: [(_size(r), r["value"], r["bound"]) for r in c] for kind, c in curves.items()}
-    every = [point for curve in points.values() for point in curve]
+    every = [point for line in points.values() for point in line]
     sizes = sorted({n for n, _, _ in every})
     ends = [y for _, value, bound in every for y in (value, bound) if y]
-    low, high = log2(min(ends)) // 1, -(-log2(max(ends)) // 1)
-    first, last = log2(sizes[0]), log2(sizes[-1])
+    low, high = int(log2(min(ends)) // 1), int(-(-log2(max(ends)) // 1))
+    x = Scale(log2(sizes[0]), log2(sizes[-1]), LEFT, WIDTH - RIGHT)
+    y = Scale(low, high, HEIGHT - BOTTOM, TOP)
 
-    def place(n: float, value: float) -> str:
-        x = LEFT + (WIDTH - LEFT - RIGHT) * (log2(n) - first) / (last - first or 1)
-        y = TOP + (HEIGHT - TOP - BOTTOM) * (high - log2(value)) / (high - low or 1)
-        return f"{x:.1f},{y:.1f}"
-
-    parts = [f'<text x="{LEFT}" y="{TOP - 22}">{escape(up)}, by {escape(across)}</text>']
-    step = max(1, int((high - low) // 5))
-    for power in range(int(low), int(high) + 1, step):
-        y = place(sizes[0], 2.0**power).split(",")[1]
-        parts.append(
-            f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#ddd"/>'
-            f'<text x="{LEFT - 6}" y="{y}" text-anchor="end" dy="4">{2.0**power:,.4g}</text>'
-        )
+    parts = [label(LEFT, TOP - 22, said)]
+    for power in range(low, high + 1, max(1, (high - low) // 5)):
+        line = f"M{LEFT} {tenth(y(power))}H{WIDTH - RIGHT}"
+        parts.append(element("path", d=line, stroke="#ddd"))
+        number = f"{2.0**power:,.4g}"
+        parts.append(label(LEFT - 6, y(power), number, text_anchor="end", dy=4))
     for n in sizes:
-        x = place(n, 2.0**low).split(",")[0]
-        parts.append(f'<text x="{x}" y="{HEIGHT - 14}" text-anchor="middle">{n:,}</text>')
-    for number, (kind, curve) in enumerate(points.items()):
-        colour = COLOURS[number]
-        line = " ".join(place(n, value) for n, value, _ in curve)
-        bound = " ".join(place(n, limit) for n, _, limit in curve if limit)
+        parts.append(label(x(log2(n)), HEIGHT - 14, f"{n:,}", text_anchor="middle"))
+    for i, (kind, line_of_kind) in enumerate(points.items()):
+        own = [(x(log2(n)), y(log2(value))) for n, value, _ in line_of_kind]
+        bound = [(x(log2(n)), y(log2(limit))) for n, _, limit in line_of_kind if limit]
+        named = f"{kind} (dashed: bound)" if bound and len(points) == 1 else kind
         parts += [
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>',
-            f'<polyline points="{bound}" fill="none" stroke="{colour}" stroke-dasharray="3 3"/>',
-            f'<text x="{LEFT + 110 * number}" y="{TOP - 8}" fill="{colour}">{kind}'
-            f"{' (dashed: bound)' if bound and len(points) == 1 else ''}</text>",
+            curve(own, fill="none", stroke=COLOURS[i], stroke_width=2),
+            curve(bound, fill="none", stroke=COLOURS[i], stroke_dasharray="3 3"),
+            label(LEFT + 110 * i, TOP - 8, named, fill=COLOURS[i]),
         ]
     return "".join(parts)
 

@@ -44,9 +44,9 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import enter_device, resolve_device
-from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.engine_memory import bytes_per_block
 from nanoinfer.gpu.cuda_graph import StaticDecode
 from nanoinfer.params import SamplingParams
 from nanoinfer.variants.fp8_cache import cache_dtype

@@ -29,13 +29,14 @@ from bench_output import print_rows, write_json
 from nanoengine.config import EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoengine.plan.footprint import weight_bytes
 from nanoengine.state.whole_engine import Engine
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanorl.distributed.weights.in_process import make_publisher
 from nanorl.distributed.weights.offer import Offer, WeightReceiver, WeightSender
-from nanorl.distributed.weights.transport import Kind, open_transport, weight_bytes
+from nanorl.distributed.weights.transport import Kind, open_transport
 from nanosched import Scheduler
 
 Row = dict[str, Any]

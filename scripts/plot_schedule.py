@@ -24,6 +24,7 @@ from nanoengine.parallel.schedules import (
     make_schedule,
     simulate,
 )
+from nanorl.observability.report.svg import box, label, sheet
 
 COLOURS = {"F": (96, 146, 214), "B": (118, 184, 120), "I": (118, 184, 120), "W": (226, 178, 92)}
 ROW, UNIT, LEFT, TOP = 30, 30, 64, 44
@@ -33,37 +34,27 @@ def draw(schedule: Schedule, costs: Costs) -> str:
     """The picture of one simulated run."""
     timeline = simulate(schedule, costs)
     scale = UNIT / min(costs.of(kind, schedule.num_chunks) or 1.0 for kind in ("F", "I", "W"))
-    width = LEFT + timeline.makespan * scale + 150
-    height = TOP + ROW * schedule.num_ranks + 16
     title = (
         f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_micro} micro-batches: "
         f"bubble {timeline.bubble:.3f} (closed form {bubble_closed_form(schedule, costs):.3f})"
     )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
-        f'<text x="8" y="22" font-size="14">{title}</text>',
-    ]
-    end = LEFT + timeline.makespan * scale
+    end, parts = LEFT + timeline.makespan * scale, []
     for rank, spans in enumerate(timeline.spans):
         top = TOP + ROW * rank
-        parts.append(f'<text x="8" y="{top + 19}">rank {rank}</text>')
-        parts += [_box(span, top, scale, schedule) for span in spans]
+        parts.append(label(8, top + 19, f"rank {rank}"))
+        parts += [_action(span, top, scale, schedule) for span in spans]
         live = f"{timeline.peak_live[rank]} live at most"
-        parts.append(f'<text x="{end + 10:.1f}" y="{top + 19}">{live}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        parts.append(label(end + 10, top + 19, live))
+    return sheet(parts, end + 150, TOP + ROW * schedule.num_ranks + 16, title=title)
 
 
-def _box(span: Span, top: int, scale: float, schedule: Schedule) -> str:
+def _action(span: Span, top: int, scale: float, schedule: Schedule) -> str:
     shade = 1 - 0.35 * span.action.chunk / max(1, schedule.num_chunks - 1)
     fill = "rgb({},{},{})".format(*(int(c * shade) for c in COLOURS[span.action.kind]))
     x, width = LEFT + span.begin * scale, (span.end - span.begin) * scale
-    label = f"{span.action.kind}{span.action.micro}"
-    return (
-        f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{ROW - 4}" fill="{fill}" '
-        f'stroke="white"/><text x="{x + width / 2:.1f}" y="{top + 18}" text-anchor="middle">'
-        f"{label}</text>"
+    said = f"{span.action.kind}{span.action.micro}"
+    return box(x, top, width, ROW - 4, fill=fill, stroke="white") + label(
+        x + width / 2, top + 18, said, text_anchor="middle"
     )
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any, NamedTuple
+
+from nanorl.observability.report.markup import element
+from nanorl.observability.report.svg import box, label
+from nanorl.observability.report.svg import picture as drawn
 
 WIDTH, LINE, MARGIN = 920, 20, 24
 HALF = (WIDTH - 3 * MARGIN) // 2
@@ -44,7 +47,7 @@ def picture(rollouts: Sequence[dict[str, Any]], seeds: Sequence[Learned]) -> str
     parts = [_text(MARGIN, MARGIN + LINE // 2, "A task that it never trained on:", "title")]
     parts += [_text(MARGIN, MARGIN + LINE * (i + 1.5), line) for i, line in enumerate(asked)]
     for i, (title, lines) in enumerate(zip(("before RL", "after RL"), transcripts, strict=True)):
-        parts += _box(MARGIN + i * (HALF + MARGIN), top + LINE, height, title, lines)
+        parts += _transcript_box(MARGIN + i * (HALF + MARGIN), top + LINE, height, title, lines)
     bars = list(_bars(seeds, top + height + 3 * LINE))
     bottom = top + height + LINE * 3 + LINE * (len(seeds) * 3 + 2)
     return _page(bottom, _described(rollouts, seeds), [*parts, *bars])
@@ -61,10 +64,10 @@ def _transcript(rollout: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "", f"reward {rollout['value']:g}", "right" if is_right else "wrong"
 
 
-def _box(
+def _transcript_box(
     x: int, y: int, height: int, title: str, lines: Sequence[tuple[str, str, str]]
 ) -> Iterator[str]:
-    yield f'<rect class="box" x="{x}" y="{y}" width="{HALF}" height="{height}" rx="8"/>'
+    yield box(x, y, HALF, height, class_="box", rx=8)
     yield _text(x + 12, y + LINE + 2, title, "title")
     for i, (who, line, kind) in enumerate(lines):
         place = y + LINE * (i + 2) + 4
@@ -84,10 +87,7 @@ def _bars(seeds: Sequence[Learned], y: float) -> Iterator[str]:
             yield _text(MARGIN, place, f"seed {i}" if j == 0 else "", "faint")
             yield _text(110, place, ("" if j == 0 else "after ") + name, "faint")
             kind, length = "right" if j == 2 else "bar", max(2, width * value / 100)
-            yield (
-                f'<rect class="{kind}" x="{left}" y="{place - 11:g}" width="{length:.0f}" '
-                'height="12" rx="3"/>'
-            )
+            yield box(left, place - 11, round(length), 12, class_=kind, rx=3)
             yield _text(left + length + 8, place, f"{value:.1f} %")
 
 
@@ -101,17 +101,12 @@ def _described(rollouts: Sequence[dict[str, Any]], seeds: Sequence[Learned]) -> 
     )
 
 
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:g}" y="{y:g}" xml:space="preserve">{escape(text)}</text>'
+def _text(x: float, y: float, said: str, kind: str = "") -> str:
+    """Empty for nothing said."""
+    return label(x, y, said, class_=kind or None, **{"xml:space": "preserve"}) if said else ""
 
 
 def _page(height: float, described: str, parts: Sequence[str]) -> str:
-    body = "\n  ".join(part for part in parts if "></text>" not in part)
-    size = f'width="{WIDTH}" height="{height:g}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height:g}" '
-        f'role="img">\n  <title>{escape(described)}</title>\n  <style>{STYLE}\n  </style>\n'
-        f'  <rect class="page" width="{WIDTH}" height="{height:g}" rx="10"/>\n'
-        f"  {body}\n</svg>\n"
-    )
+    page = box(0, 0, WIDTH, height, class_="page", rx=10)
+    body = [element("style", STYLE), page, *(part for part in parts if part)]
+    return drawn(body, (WIDTH, height), said=described, width=WIDTH, height=height)

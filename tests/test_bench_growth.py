@@ -49,9 +49,9 @@ def test_the_picture_has_a_curve_for_every_kind_of_row() -> None:
     rows += [row(f"waiting-{n}", 35.0 + n / 1000, None) for n in (10, 100)]
     measured = {"rows": rows, "hardware": "a <processor>", "date": "2026-11-24"}
     root = ElementTree.fromstring(bench_growth.draw(measured))
-    lines = [one for one in root.iter() if one.tag.endswith("polyline")]
-    solid = [one.get("points", "").split() for one in lines if not one.get("stroke-dasharray")]
+    lines = [one for one in root.iter() if one.get("fill") == "none"]
+    solid = [one.get("d", "")[1:].split("L") for one in lines if not one.get("stroke-dasharray")]
     assert [len(points) for points in solid] == [3, 2, 2, 2]
     # doubling the batch doubles the rate: a straight line upwards at equal distances
-    heights = [float(point.split(",")[1]) for point in solid[0]]
+    heights = [float(point.split(" ")[1]) for point in solid[0]]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2) != 0

@@ -28,7 +28,7 @@ SET_UP = {
     "the whole engines, which the pages make": (
         *("nanoengine/state/whole_engine.py", "nanoengine/state/kept_adamw.py"),
         *("nanoengine/heads/top_tokens.py", "nanoinfer/engine.py", "nanoinfer/config.py"),
-        "nanoinfer/cache_size.py",
+        "nanoinfer/engine_memory.py",
     ),
     "options and shapes, checked and read": (
         *("nanoengine/our_kernels.py", "nanoengine/command_line.py", "nanoengine/extras.py"),

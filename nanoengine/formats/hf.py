@@ -39,7 +39,7 @@ from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import TensorSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.parameter_record import Slice, side_by_side
-from nanoengine.plan.footprint import num_params
+from nanoengine.plan.footprint import num_params, weight_bytes
 from nanoengine.state.tensor_file import dtype_name, write_tensors
 
 SINGLE_FILE = "model.safetensors"
@@ -416,7 +416,7 @@ def check_memory(
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     count = num_params(config)
-    needed = count * dtype.itemsize // num_parts
+    needed = weight_bytes(config, dtype) // num_parts
     if needed > total:
         raise ValueError(
             f"num_hidden_layers={config.num_layers}, hidden_size={config.hidden_size}: a model of "

@@ -24,6 +24,7 @@ Left out: the allocator's fragmentation, communication buffers, experts (refused
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,8 @@ from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
+CHECKPOINT_WIDTH = 3 * WIDTH["fp32"]
+"""Bytes a parameter of a checkpoint: fp32 masters and two moments."""
 _FEWEST_ROWS = 512
 """That a pass is filled with, whatever they take: each pass adds to all gradients and lays all
 weights out, which fewer rows do not make up for."""
@@ -116,6 +119,28 @@ def num_params(config: ModelConfig) -> int:
     return total + num_moe * (experts - 3 * hidden * config.intermediate_size)
 
 
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The size of all tensors of a model."""
+    return num_params(config) * dtype.itemsize
+
+
+class Widths(NamedTuple):
+    """Bytes that a parameter takes while it is trained."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def training_widths(dtype: str, *, on_cpu: bool = False) -> Widths:
+    """Gradients and moments are at least fp32; bf16 has masters beside it, of which a CPU keeps
+    the half that the weight lacks."""
+    width = WIDTH[dtype]
+    wide = max(WIDTH["fp32"], width)
+    master = 0 if width == wide else wide - width if on_cpu else wide
+    return Widths(width, wide, 2 * wide + master)
+
+
 def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
     """Parameters on pipeline rank `rank`. A tied embedding is on the first and the last."""
     table = config.vocab_size * config.hidden_size // plan.tp
@@ -188,8 +213,7 @@ def rank_memory(
     """Memory of pipeline rank `rank` with `peak_live` activations of a chunk alive at once."""
     params = rank_params(config, plan, rank)
     shards = plan.dp * plan.cp
-    wide = max(4, WIDTH[plan.dtype])
-    master = 0 if WIDTH[plan.dtype] >= 4 else 2 if plan.on_cpu else 4
+    width = training_widths(plan.dtype, on_cpu=plan.on_cpu)
     tokens = micro_tokens // plan.cp
     num_layers = len(split_layers(config.num_layers, plan.pp * plan.chunks)[rank])
     layer = layer_activation_bytes(config, plan, tokens)
@@ -202,9 +226,9 @@ def rank_memory(
     if rank == plan.pp - 1:
         activations += head_activation_bytes(config, plan, tokens)
     return Memory(
-        params=params * WIDTH[plan.dtype] / (shards if plan.zero == 3 else 1),
-        grads=params * wide / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
-        optimizer=params * (2 * wide + master) / (shards if plan.zero else 1),
+        params=params * width.weight / (shards if plan.zero == 3 else 1),
+        grads=params * width.gradient / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
+        optimizer=params * width.optimizer / (shards if plan.zero else 1),
         activations=activations,
     )
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import free_bytes
-from nanoinfer.cache_size import bytes_per_block
 from nanoinfer.config import InferConfig
+from nanoinfer.engine_memory import bytes_per_block, step_bytes
 from nanoinfer.variants.fp8_cache import cache_dtype
 
 GPU_SHARE = 0.85
@@ -49,13 +46,3 @@ def _gpu_cache(config: InferConfig, model: Transformer) -> int:
             "max_batch_tokens, or take device cpu"
         )
     return int(min(room, config.max_num_seqs * longest * block))
-
-
-def step_bytes(shape: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> float:
-    """Bytes that one inference step holds beside the cache: the rows of a layer, with its products,
-    and the logits of every sequence in the model's dtype and three times in fp32 (edits,
-    sampling)."""
-    widths = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    row = 4 * shape.hidden_size + 2 * widths + 3 * shape.intermediate_size
-    logits = num_seqs * shape.vocab_size * (dtype.itemsize + 3 * 4)
-    return batch_tokens * row * dtype.itemsize + logits

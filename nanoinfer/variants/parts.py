@@ -7,9 +7,9 @@ import torch
 from nanoengine.architectures.quantized import quantize, quantize_head
 from nanoengine.model.transformer import Transformer
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.cache_size import blocks_in
 from nanoinfer.config import InferConfig
 from nanoinfer.engine_core import EngineParts
+from nanoinfer.engine_memory import blocks_in
 from nanoinfer.gpu.cuda_graph import CudaCapture, StaticDecode, can_capture
 from nanoinfer.kv_cache import CacheLayout
 from nanoinfer.variants.fp8_cache import cache_dtype, make_cache

@@ -9,7 +9,8 @@ turns (weights/in_process.py), so each may have all the room there is; with stal
     cache     the room − one inference step (− the activations, with staleness), but no more than
               all sequences need that can wait for a turn at a time
 
-The constants are chosen, not measured. Formulas: nanoengine/plan/footprint.py.
+The constants are chosen, not measured. Formulas: nanoengine/plan/footprint.py,
+nanoinfer/engine_memory.py.
 Left out: a GPU for each of the two engines.
 """
 
@@ -24,10 +25,11 @@ from nanoengine.adapters.lora import choose_targets
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import free_bytes
-from nanoengine.plan.footprint import WIDTH, Plan, rank_memory
-from nanoinfer.cache_size import bytes_per_block
-from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
+from nanoengine.plan.footprint import Plan, num_params, rank_memory, training_widths, weight_bytes
+from nanoinfer.engine_memory import bytes_per_block, step_bytes
+from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS
 from nanorl.options.presets import get_preset
 from nanorl.options.reference_names import parse_references
 from nanorl.options.run_config import RunConfig
@@ -38,7 +40,6 @@ fragments need the rest."""
 _MICRO_BATCHES = (32768, 16384, 8192, 4096, 2048, 1024)
 SIZES = ("micro_batch_tokens", "max_num_seqs", "max_batch_tokens", "cache_mb")
 _BLOCK = 16  # tokens; InferConfig's default
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def sized(config: RunConfig, shape: ModelConfig, device: torch.device) -> RunConfig:
@@ -69,10 +70,10 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
     micro = limits.micro_batch_tokens or _largest_micro_batch(config, shape, room / 2)
     num_seqs = limits.max_num_seqs or GPU_NUM_SEQS
     batch_tokens = limits.max_batch_tokens or GPU_BATCH_TOKENS
-    room -= step_bytes(shape, _DTYPES[config.dtype], num_seqs, batch_tokens)
+    room -= step_bytes(shape, DTYPES[config.dtype], num_seqs, batch_tokens)
     if config.rl.max_staleness > 0:
         room -= activation_bytes(config, shape, micro)
-    block = bytes_per_block(shape, _BLOCK, _DTYPES[config.dtype])
+    block = bytes_per_block(shape, _BLOCK, DTYPES[config.dtype])
     longest = -(-config.agent.max_context_tokens // _BLOCK)
     if room < longest * block:
         raise ValueError(
@@ -95,27 +96,27 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
 
 def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
     """Add up what stays on the GPU: trainer, rollout engine, and the algorithm's other models."""
-    model = Transformer(shape, device="meta")
-    num_params = sum(parameter.numel() for parameter in model.parameters())
-    weights = num_params * WIDTH[config.dtype]
-    training = weights + num_params * WIDTH["fp32"] * (4 if config.dtype == "bf16" else 3)
+    weights = weight_bytes(shape, DTYPES[config.dtype])
+    training = num_params(shape) * sum(training_widths(config.dtype))
     spec = config.rl.algorithm
-    trainer = lora_bytes(config, model) if config.lora.rank else training
+    trainer = lora_bytes(config, shape) if config.lora.rank else training
     total = trainer + weights
     total += training if spec.needs_critic else 0
     num_references = max(len(parse_references(config.rl.reference)), 1)
     return total + (num_references * weights if spec.needs_reference else 0)
 
 
-def lora_bytes(config: RunConfig, model: Transformer) -> float:
+def lora_bytes(config: RunConfig, shape: ModelConfig) -> float:
     """Add up what stays of a trainer of an adapter: the weights, the adapted ones frozen once more,
     and master, gradient and moments of A and B."""
+    model = Transformer(shape, device="meta")
     places = adaptable(model)
     shapes = [places[name].weight.shape for name in choose_targets(model, config.lora.targets)]
     frozen = sum(shape.numel() for shape in shapes)
     factors = config.lora.rank * sum(sum(shape) for shape in shapes)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    return (weights + frozen) * WIDTH[config.dtype] + 4 * factors * WIDTH["fp32"]
+    dtype = DTYPES[config.dtype]
+    kept = weight_bytes(shape, dtype) + frozen * dtype.itemsize
+    return kept + factors * sum(training_widths("fp32"))
 
 
 def activation_bytes(config: RunConfig, shape: ModelConfig, num_tokens: int) -> float:

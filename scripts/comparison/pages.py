@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanorl.observability.report.charts import number, text
+from nanorl.observability.report.charts import number
 from nanorl.observability.report.html import page
+from nanorl.observability.report.markup import element, table, text
+from nanorl.observability.report.svg import Point, Scale, curve, label, outline
+from nanorl.observability.report.svg import picture as drawn_picture
 
 Row = Mapping[str, Any]
 About = Mapping[str, Any]
@@ -142,17 +145,7 @@ def markdown(rows: Sequence[Row], about: About) -> str:
 
 def html(rows: Sequence[Row], about: About) -> str:
     """report.html, whole in one file."""
-    titles = "".join(f'<th scope="col">{text(title)}</th>' for title in heads(about))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row">{text(cell)}</th>' if i == 0 else f"<td>{text(cell)}</td>"
-            for i, cell in enumerate(cells(row, about))
-        )
-        + "</tr>"
-        for row in rows
-        if row["runs"]
-    )
+    body = [[text(cell) for cell in cells(row, about)] for row in rows if row["runs"]]
     said = "".join(
         f"<p><b>{text(name)}</b> <code>{text(options)}</code> {text(what)}</p>"
         for name, options, what in remarks(rows, about)
@@ -160,8 +153,8 @@ def html(rows: Sequence[Row], about: About) -> str:
     return page(
         about["title"],
         f"<header><h1>{text(about['title'])}</h1><p>{text(conditions(about))}</p></header>"
-        '<section><h2>Held-out success and what it cost</h2><div class="card scroll"><table>'
-        f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div></section>"
+        '<section><h2>Held-out success and what it cost</h2><div class="card scroll">'
+        f"{table(heads(about), body)}</div></section>"
         + (f'<section><h2>Remarks</h2><div class="card">{said}</div></section>' if said else "")
         + '<section><h2>Success in training, by sampled tokens</h2><div class="card">'
         f"{picture(rows, about)}</div></section>",
@@ -177,44 +170,44 @@ def picture(rows: Sequence[Row], about: About) -> str:
     baseline = next((row for row in drawn if row["name"] == about["baseline"]), None)
     most = max((row["curve"][-1]["tokens"] for row in drawn), default=1.0)
     lines = -(-len(drawn) // COLUMNS)
-    panels = "".join(
-        f'<g transform="translate({i % COLUMNS * PANEL} {i // COLUMNS * TALL})">'
-        f"{_panel(row, baseline, most)}</g>"
+    panels = [
+        element("g", _panel(row, baseline, most), transform=_place(i))
         for i, row in enumerate(drawn)
-    )
+    ]
     said = f"{about['title']}: success of the rollouts against sampled tokens, {len(drawn)} panels"
-    width = PANEL * max(1, min(COLUMNS, len(drawn)))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="panels" viewBox="0 0 {width} '
-        f'{TALL * max(lines, 1) + 4}" role="img" aria-label="{text(said)}">'
-        f"<style>{_STYLE}</style>{panels}</svg>\n"
-    )
+    size = (PANEL * max(1, min(COLUMNS, len(drawn))), TALL * max(lines, 1) + 4)
+    return drawn_picture([element("style", _STYLE), *panels], size, said=said, class_="panels")
+
+
+def _place(i: int) -> str:
+    return f"translate({i % COLUMNS * PANEL} {i // COLUMNS * TALL})"
 
 
 def _panel(row: Row, baseline: Row | None, most: float) -> str:
-    def x(tokens: float) -> float:
-        return LEFT + (PANEL - LEFT - 12) * tokens / most
+    across, up = Scale(0.0, most, LEFT, PANEL - 12), Scale(0.0, 1.0, TALL - BOTTOM, TOP)
 
-    def y(success: float) -> float:
-        return TALL - BOTTOM - (TALL - TOP - BOTTOM) * success
+    def line(points: Sequence[Row], end: str) -> list[Point]:
+        return [(across(p["tokens"]), up(p[end])) for p in points if p[end] is not None]
 
-    def line(points: Sequence[Row], end: str) -> list[str]:
-        return [f"{x(p['tokens']):.1f} {y(p[end]):.1f}" for p in points if p[end] is not None]
-
-    curve = row["curve"]
+    steps = row["curve"]
     outcome = f"{row['before']:.0%} → {row['after']['value']:.0%}"
     parts = [
-        f'<text class="title" x="{LEFT}" y="20">{text(row["name"])} '
-        f'<tspan font-weight="400">{outcome}</tspan></text>',
-        f'<path class="frame" d="M{LEFT} {TOP}V{TALL - BOTTOM}H{PANEL - 12}"/>',
-        f'<text x="{LEFT - 4}" y="{TOP + 4}" text-anchor="end">100%</text>',
-        f'<text x="{LEFT - 4}" y="{TALL - BOTTOM + 4}" text-anchor="end">0</text>',
-        f'<text x="{PANEL - 12}" y="{TALL - 7}" text-anchor="end">{number(round(most))} '
-        "tokens</text>",
+        element(
+            "text",
+            text(f"{row['name']} "),
+            element("tspan", outcome, font_weight=400),
+            class_="title",
+            x=LEFT,
+            y=20,
+        ),
+        element("path", class_="frame", d=f"M{LEFT} {TOP}V{TALL - BOTTOM}H{PANEL - 12}"),
+        label(LEFT - 4, TOP + 4, "100%", text_anchor="end"),
+        label(LEFT - 4, TALL - BOTTOM + 4, "0", text_anchor="end"),
+        label(PANEL - 12, TALL - 7, f"{number(round(most))} tokens", text_anchor="end"),
     ]
     if baseline is not None and baseline is not row:
-        parts.append(f'<path class="other" d="M{"L".join(line(baseline["curve"], "mean"))}"/>')
-    band = [*line(curve, "high"), *reversed(line(curve, "low"))]
-    parts.append(f'<path class="band" d="M{"L".join(band)}Z"/>')
-    parts.append(f'<path class="own" d="M{"L".join(line(curve, "mean"))}"/>')
+        parts.append(curve(line(baseline["curve"], "mean"), class_="other"))
+    band = outline([*line(steps, "high"), *reversed(line(steps, "low"))])
+    parts.append(element("path", class_="band", d=f"{band}Z"))
+    parts.append(curve(line(steps, "mean"), class_="own"))
     return "".join(parts)

@@ -5,7 +5,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import RunnerOutput, StepInput
-from nanoinfer.cache_size import bytes_per_block
+from nanoinfer.engine_memory import bytes_per_block
 from nanoinfer.params import SamplingParams
 
 

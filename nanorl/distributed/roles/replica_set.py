@@ -18,6 +18,7 @@ from typing import Any
 
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.rendezvous import open_store
+from nanoengine.plan.footprint import weight_bytes
 from nanorl.distributed.roles.actor_role import ActorRole
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.device_turns import DeviceTurns
@@ -30,7 +31,7 @@ from nanorl.distributed.roles.role_starter import RoleStarter
 from nanorl.distributed.roles.servers import server_at
 from nanorl.distributed.roles.trainer_ranks import TrainerRanks
 from nanorl.distributed.weights.offer import Offer, WeightReceiver, WeightsRefused
-from nanorl.distributed.weights.transport import Kind, Load, Transport, open_transport, weight_bytes
+from nanorl.distributed.weights.transport import Kind, Load, Transport, open_transport
 from nanorl.observability.monitor.monitor_control import RoleStatus
 from nanorl.options.parts import num_threads
 from nanosched import ActorHandle, WorkerDied, WorkerGroup, meeting_address, node_address

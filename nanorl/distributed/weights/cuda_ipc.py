@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from kernels.transport.checksum import copy_with_checksums
-from nanoengine.plan.footprint import num_params
+from nanoengine.plan.footprint import weight_bytes
 from nanoengine.state.tensor_file import dtype_name
 from nanoengine.state.whole_engine import Engine
 from nanorl.distributed.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
@@ -98,7 +98,7 @@ class CudaIpcSender:
 
     def _room(self, engine: Engine) -> Tensor:
         if self._memory is None:
-            size = num_params(engine.model.config) * engine.model.dtype.itemsize + PADDING_BYTES
+            size = weight_bytes(engine.model.config, engine.model.dtype) + PADDING_BYTES
             self._memory = torch.empty(size, dtype=torch.uint8, device=engine.model.device)
             self._handle = GpuHandle.of(self._memory)
         return self._memory

@@ -32,7 +32,7 @@ from torch import Tensor
 from kernels.transport.checksum import checksum
 from nanoengine.formats.hf import read_state, write_folder
 from nanoengine.parallel.layout import WORLD
-from nanoengine.plan.footprint import num_params
+from nanoengine.plan.footprint import weight_bytes
 from nanoengine.state.checkpoint import sync_folder
 from nanoengine.state.export import export_hf
 from nanoengine.state.tensor_file import dtype_name, write_tensors
@@ -110,7 +110,7 @@ class DiskSender:
         that the disk is full, the process is killed (SIGBUS)."""
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        needed = num_params(engine.model.config) * engine.model.dtype.itemsize
+        needed = weight_bytes(engine.model.config, engine.model.dtype)
         free = shutil.disk_usage(draft).free
         if needed > free:
             raise OSError(

@@ -33,11 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
-from nanoengine.model.config import ModelConfig
 from nanoengine.parallel.rendezvous import open_store
-from nanoengine.plan.footprint import num_params
 from nanorl.distributed.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nanorl.distributed.weights.disk import DiskReceiver, DiskSender
 from nanorl.distributed.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce
@@ -358,11 +354,6 @@ class DistTransport(Transport):
 
     def renew_senders(self) -> None:
         self._members = ()
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of all tensors of a model: `num_bytes` of `open_transport`."""
-    return num_params(config) * dtype.itemsize
 
 
 def open_transport(

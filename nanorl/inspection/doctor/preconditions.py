@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoengine.plan.footprint import WIDTH
+from nanoengine.plan.footprint import CHECKPOINT_WIDTH, WIDTH
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import OPENING
@@ -21,8 +21,6 @@ from nanorl.types import Rollout
 FEW_HELDOUT = 20
 """Held-out tasks: of fewer, one more or less is five percent."""
 NEARLY_FULL = 0.8
-CHECKPOINT_WIDTH = 12
-"""Bytes a parameter of a checkpoint: fp32 masters and two moments."""
 PROCESS_BYTES = 600 << 20
 """What Python and PyTorch take beside the model, roughly."""
 SYSTEM_MARK = "be brief and exact"

@@ -8,9 +8,10 @@ Left out: rows of more than `MOST_ROWS` replicas, which look like the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from nanorl.inspection.simulate.simulation_result import SimulationResult
+from nanorl.observability.report.markup import element, tenth
+from nanorl.observability.report.svg import Scale, box, key, label, sheet
 
 COLOURS = {"train": "rgb(118,184,120)", "other": "rgb(226,178,92)", "sync": "rgb(200,80,80)"}
 WIDTH, ROW, LEFT, TOP = 900, 18, 90, 64
@@ -24,20 +25,12 @@ def draw(result: SimulationResult) -> str:
     height = TOP + ROW * (len(rows) + 1) + 34
     layout = result.config.cluster
     title = f"SIMULATED: {result.config.name}, {layout.num_gpus} GPUs, step {result.step_s:.1f} s"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 16}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><title>{escape(title)}</title>',
-        f'<rect width="{LEFT + WIDTH + 16}" height="{height}" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
-        *_legend(),
-        _label(0, "trainer"),
-        *_trainer(result),
-    ]
+    parts = [*_legend(), _row_label(0, "trainer"), *_trainer(result)]
     for number, spans in enumerate(rows, start=1):
-        parts.append(_label(number, f"replica {number - 1}"))
+        parts.append(_row_label(number, f"replica {number - 1}"))
         parts += _replica(spans, number, result.end_s, fullest)
     parts += _axis(result, height - 20)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return sheet(parts, LEFT + WIDTH + 16, height, title=title)
 
 
 def occupancy(
@@ -57,15 +50,8 @@ def occupancy(
 
 
 def _legend() -> list[str]:
-    parts = []
-    for number, (phase, colour) in enumerate(COLOURS.items()):
-        x = LEFT + 90 * number
-        parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="44">{phase}</text>')
-    x = LEFT + 90 * len(COLOURS)
-    parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="rgb(60,110,190)"/>')
-    parts.append(f'<text x="{x + 17}" y="44">replica, darker with more sequences</text>')
-    return parts
+    said = {**COLOURS, "replica, darker with more sequences": "rgb(60,110,190)"}
+    return [key(LEFT + 90 * i, 44, *one) for i, one in enumerate(said.items())]
 
 
 def _trainer(result: SimulationResult) -> list[str]:
@@ -95,26 +81,19 @@ def _shade(share: float) -> str:
 
 
 def _box(x: float, width: float, row: int, colour: str) -> str:
-    return (
-        f'<rect x="{LEFT + x:.1f}" y="{TOP + ROW * row}" width="{width:.2f}" '
-        f'height="{ROW - 3}" fill="{colour}"/>'
-    )
+    return box(LEFT + x, TOP + ROW * row, width, ROW - 3, fill=colour)
 
 
-def _label(row: int, text: str) -> str:
-    return f'<text x="8" y="{TOP + ROW * row + 12}">{text}</text>'
+def _row_label(row: int, said: str) -> str:
+    return label(8, TOP + ROW * row + 12, said)
 
 
 def _axis(result: SimulationResult, y: int) -> list[str]:
-    texts = [(0.0, "0 s"), (result.start_s, "measured from here"), (result.end_s, "")]
-    scale = WIDTH / result.end_s
-    parts = [
-        f'<line x1="{LEFT + at * scale:.1f}" x2="{LEFT + at * scale:.1f}" y1="{TOP - 6}" '
-        f'y2="{y - 8}" stroke="gray" stroke-dasharray="3 3"/>'
-        for at, _ in texts
-    ]
-    parts += [
-        f'<text x="{LEFT + at * scale:.1f}" y="{y + 8}">{text}</text>' for at, text in texts if text
-    ]
+    marks = [(0.0, "0 s"), (result.start_s, "measured from here"), (result.end_s, "")]
+    across, parts = Scale(0.0, result.end_s, LEFT, LEFT + WIDTH), []
+    for at, said in marks:
+        line = f"M{tenth(across(at))} {TOP - 6}V{y - 8}"
+        parts.append(element("path", d=line, stroke="gray", stroke_dasharray="3 3"))
+        parts += [label(across(at), y + 8, said)] if said else []
     end = f"{result.end_s:.0f} s"
-    return [*parts, f'<text x="{LEFT + WIDTH - 8 * len(end)}" y="{y + 8}">{end}</text>']
+    return [*parts, label(LEFT + WIDTH - 8 * len(end), y + 8, end)]

@@ -1,7 +1,7 @@
 """What a run did at a glance, as HTML without scripts: rates, curves, times; and runs compared.
 
 The parts of report.html are made of the numbers of this moment, so that a run which goes on has
-them, too. Every text passes `charts.text`; links lead to views of the page (static/main.js).
+them, too. Every text passes `markup.text`; links lead to views of the page (static/main.js).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nanorl.observability.report.charts import (
     duration,
     line_chart,
     number,
-    text,
 )
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, percent
 from nanorl.observability.report.examples import NUM_STAGES
 from nanorl.observability.report.html import curves_section, outcome_section, types_section
+from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.store.listing import Tally
@@ -127,15 +127,10 @@ def _times_section(seconds: Mapping[str, float]) -> str:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in heads)
-    body = "".join(
-        f'<tr><th scope="row">{text(first)}</th>'
-        f"{''.join(f'<td>{text(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
+    cells = [[text(cell) for cell in row] for row in rows]
     return (
-        f'<section><h2>{text(title)}</h2><div class="card scroll"><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div></section>"
+        f'<section><h2>{text(title)}</h2><div class="card scroll">{table(heads, cells)}</div>'
+        "</section>"
     )
 
 
@@ -208,16 +203,19 @@ def _pair_section(a: ViewedRun, b: ViewedRun, old: Evaluation, new: Evaluation) 
 def _task_links(title: str, pairs: Sequence[tuple[Any, Any]]) -> str:
     if not pairs:
         return ""
-    rows = "".join(
-        f'<tr><td><a href="#{text(urlencode({"view": "task", "task": after.task_id}))}">'
-        f"{text(after.prompt or after.task_id)}</a></td><td>{text(after.kind)}</td>"
-        f"<td>{before.share:.0%} → {after.share:.0%}</td></tr>"
+    rows = [
+        (
+            element("a", text(after.prompt or after.task_id), href=_place_of(after.task_id)),
+            text(after.kind),
+            f"{before.share:.0%} → {after.share:.0%}",
+        )
         for before, after in pairs[:MOST_TASKS]
-    )
+    ]
     rest = len(pairs) - MOST_TASKS
     more = f"<p>and {rest} more</p>" if rest > 0 else ""
-    return (
-        f'<h3>{title}</h3><div class="card scroll"><table class="tasks"><thead><tr>'
-        '<th scope="col">Task</th><th scope="col">Type</th><th scope="col">Success</th></tr>'
-        f"</thead><tbody>{rows}</tbody></table></div>{more}"
-    )
+    drawn = table(("Task", "Type", "Success"), rows, has_names=False, class_="tasks")
+    return f'<h3>{title}</h3><div class="card scroll">{drawn}</div>{more}'
+
+
+def _place_of(task_id: str) -> str:
+    return f"#{urlencode({'view': 'task', 'task': task_id})}"

@@ -1,9 +1,8 @@
 """Curves and bars of the report as inline SVG: no script, colours from the page's style sheet.
 
 In this file: `RULES`, which metrics share a chart (one that no rule names gets a chart of its own,
-so none is lost; nested values are named by their path, `time/generate`); the drawing; numbers and
-other text for people. `text` is the one door through which text enters the report: escaped, and
-with nothing invisible in it.
+so none is lost; nested values are named by their path, `time/generate`); how a chart is laid out
+(svg.py draws its parts); numbers for people.
 Each mark carries a <title> (the browser's tooltip) and each chart a text that says what it shows,
 for those who cannot see it. Left out: zooming and log axes; the numbers are in metrics.jsonl.
 """
@@ -11,13 +10,13 @@ for those who cannot see it. Left out: zooming and log axes; the numbers are in 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
+from nanorl.observability.report.markup import element, tenth, text
 from nanorl.observability.report.metrics import flatten_numbers
+from nanorl.observability.report.svg import Scale, box, curve, label, round_ticks
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 30  # the labels of a phone need the room
@@ -170,20 +169,18 @@ def _label(name: str, rule: Rule) -> str:
 def line_chart(chart: Chart) -> str:
     """A card: title, last value, curves, legend. Long curves get a moving average on top."""
     values = [value for series in chart.series for value in series.values if value is not None]
-    low, high, ticks = _axis(values, chart.is_fraction)
-    body = [_grid(chart, ticks, low, high)]
+    across, up = _steps_scale(chart), _ticks_scale(ticks := _ticks(values, chart.is_fraction))
+    body = [_grid(chart, ticks, [across(step) for step in chart.steps])]
     for index, series in enumerate(chart.series):
         points = [
-            None if value is None else (_x(chart, i), _y(value, low, high))
-            for i, value in enumerate(series.values)
+            None if value is None else (across(step), up(value))
+            for step, value in zip(chart.steps, series.values, strict=True)
         ]
         colour = f"c{index % NUM_COLOURS}"
         is_long = len(points) >= SMOOTH_FROM
-        body.append(
-            f'<path class="line {colour}{" faint" if is_long else ""}" d="{_path(points)}"/>'
-        )
+        body.append(curve(points, class_=f"line {colour}{' faint' if is_long else ''}"))
         if is_long:
-            body.append(f'<path class="line {colour}" d="{_path(_smooth(points))}"/>')
+            body.append(curve(_smooth(points), class_=f"line {colour}"))
         body.append(_marks(chart, series, points, colour))
     return _card(chart, "".join(body))
 
@@ -194,23 +191,22 @@ def stacked_bars(chart: Chart) -> str:
     totals = [
         sum(series.values[i] or 0.0 for series in chart.series) for i in range(len(chart.steps))
     ]
-    low, high, ticks = _axis([0.0, *totals], False)
+    up = _ticks_scale(ticks := _ticks([0.0, *totals], False))
     slot = (WIDTH - LEFT - RIGHT) / max(1, len(chart.steps))
     width = min(slot * 0.78, 40.0)
-    body = [_grid(chart, ticks, low, high, is_bars=True)]
+    middles = [LEFT + slot * (i + 0.5) for i in range(len(chart.steps))]
+    body = [_grid(chart, ticks, middles)]
     for i, step in enumerate(chart.steps):
         base = 0.0
         for index, series in enumerate(chart.series):
             value = series.values[i] or 0.0
             if value <= 0:
                 continue
-            y_top, y_base = _y(base + value, low, high), _y(base, low, high)
-            x, height = LEFT + slot * (i + 0.5) - width / 2, max(0.5, y_base - y_top - 0.6)
+            top = up(base + value)
+            height = max(0.5, up(base) - top - 0.6)
             tip = f"step {step}, {series.label}: {number(value)} {chart.unit}"
-            body.append(
-                f'<rect class="bar c{index % NUM_COLOURS}" x="{_n(x)}" y="{_n(y_top)}" '
-                f'width="{_n(width)}" height="{_n(height)}"><title>{text(tip)}</title></rect>'
-            )
+            colour = f"bar c{index % NUM_COLOURS}"
+            body.append(box(middles[i] - width / 2, top, width, height, tip, class_=colour))
             base += value
     return _card(chart, "".join(body))
 
@@ -222,25 +218,32 @@ def success_bars(rows: Sequence[tuple[str, float | None, int]]) -> str:
     a phone.
     """
     parts = []
-    for i, (label, rate, num_tasks) in enumerate(rows):
+    for i, (name, rate, num_tasks) in enumerate(rows):
         value, marks = "not measured", ""
-        said = f"{label}: not measured"
+        said = f"{name}: not measured"
         if rate is not None:
             low, high = (100 * bound for bound in wilson_interval(rate, num_tasks))
             said = (
-                f"{label}: {rate:.1%} of {num_tasks} tasks, 95 % interval {low:.1f}% to {high:.1f}%"
+                f"{name}: {rate:.1%} of {num_tasks} tasks, 95 % interval {low:.1f}% to {high:.1f}%"
             )
             value = f"{rate:.1%} <small>of {num_tasks}</small>"
-            marks = (
-                f'<rect class="bar h{i}" width="{_n(max(0.2, 100 * rate))}" height="10"/>'
-                f'<path class="whisker" d="M{_n(low)} 5H{_n(high)}M{_n(low)} 3v4M{_n(high)} 3v4"/>'
-            )
+            left, right = tenth(low), tenth(high)
+            whisker = f"M{left} 5H{right}M{left} 3v4M{right} 3v4"
+            marks = box(0, 0, max(0.2, 100 * rate), 10, class_=f"bar h{i}")
+            marks += element("path", class_="whisker", d=whisker)
+        drawn = element(
+            "svg",
+            element("title", text(said)),
+            box(0, 0, 100, 10, class_="track"),
+            marks,
+            viewBox="0 0 100 10",
+            preserveAspectRatio="none",
+            role="img",
+            aria_label=said,
+        )
         parts.append(
-            f'<div class="rate"><span class="name">{text(label)}</span>'
-            f'<span class="value">{value}</span>'
-            f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img" '
-            f'aria-label="{text(said)}"><title>{text(said)}</title>'
-            f'<rect class="track" width="100" height="10"/>{marks}</svg></div>'
+            f'<div class="rate"><span class="name">{text(name)}</span>'
+            f'<span class="value">{value}</span>{drawn}</div>'
         )
     return "".join(parts)
 
@@ -255,10 +258,10 @@ def wilson_interval(rate: float, num: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, list[float]]:
-    """The ends of the axis and about five round ticks, with 0 unless the data is far from it."""
+def _ticks(values: Sequence[float], is_fraction: bool) -> list[float]:
+    """About five round ticks from end to end of the axis, with 0 unless the data is far from it."""
     if is_fraction and max(values, default=1.0) > 0.5:
-        return 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
+        return [0.0, 0.25, 0.5, 0.75, 1.0]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low > 0 and low < 0.6 * high:
         low = 0.0
@@ -266,38 +269,16 @@ def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, lis
         high = 0.0
     if low == high:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    tick = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
-    first, last = math.floor(low / tick + 1e-9), math.ceil(high / tick - 1e-9)
-    ticks = [round(i * tick, 12 - math.floor(math.log10(tick))) for i in range(first, last + 1)]
-    return ticks[0], ticks[-1], ticks
+    return round_ticks(low, high)
 
 
-def _x(chart: Chart, i: int) -> float:
-    first, last = chart.steps[0], chart.steps[-1]
-    if first == last:
-        return LEFT + (WIDTH - LEFT - RIGHT) / 2
-    return LEFT + (WIDTH - LEFT - RIGHT) * (chart.steps[i] - first) / (last - first)
+def _ticks_scale(ticks: Sequence[float]) -> Scale:
+    return Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
 
 
-def _y(value: float, low: float, high: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
-
-
-def _n(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _path(points: Sequence[tuple[float, float] | None]) -> str:
-    parts, pen = [], "M"
-    for point in points:
-        if point is None:
-            pen = "M"
-            continue
-        parts.append(f"{pen}{_n(point[0])} {_n(point[1])}")
-        pen = "L"
-    return "".join(parts)
+def _steps_scale(chart: Chart) -> Scale:
+    steps = chart.steps or (0,)
+    return Scale(steps[0], steps[-1], LEFT, WIDTH - RIGHT)
 
 
 def _smooth(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
@@ -322,27 +303,30 @@ def _marks(
         value = number(series.values[i], chart.is_fraction)
         tip = f"step {chart.steps[i]}, {series.label}: {value} {chart.unit}".rstrip()
         parts.append(
-            f'<circle class="mark {colour}{shown}" cx="{_n(point[0])}" cy="{_n(point[1])}" r="3.2">'
-            f"<title>{text(tip)}</title></circle>"
+            element(
+                "circle",
+                element("title", text(tip)),
+                class_=f"mark {colour}{shown}",
+                cx=point[0],
+                cy=point[1],
+                r="3.2",
+            )
         )
     return "".join(parts)
 
 
-def _grid(
-    chart: Chart, ticks: Sequence[float], low: float, high: float, is_bars: bool = False
-) -> str:
-    parts = []
+def _grid(chart: Chart, ticks: Sequence[float], places: Sequence[float]) -> str:
+    """A line and a number for each tick, and some of the steps, which lie at `places`."""
+    up, parts = _ticks_scale(ticks), []
     for tick in ticks:
-        y = _n(_y(tick, low, high))
-        label = f"{100 * tick:.3g}%" if chart.is_fraction else number(tick)
+        y = up(tick)
+        said = f"{100 * tick:.3g}%" if chart.is_fraction else number(tick)
         base = " base" if tick == ticks[0] else ""
-        parts.append(f'<path class="grid{base}" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick y" x="{LEFT - 8}" y="{y}" dy="4">{label}</text>')
-    slot = (WIDTH - LEFT - RIGHT) / max(1, len(chart.steps))
+        line = f"M{LEFT} {tenth(y)}H{WIDTH - RIGHT}"
+        parts.append(element("path", class_=f"grid{base}", d=line))
+        parts.append(label(LEFT - 8, y, said, class_="tick y", dy=4))
     for i in _labelled(chart.steps):
-        x = LEFT + slot * (i + 0.5) if is_bars else _x(chart, i)
-        label = f'<text class="tick x" x="{_n(x)}" y="{HEIGHT - 10}">{chart.steps[i]}</text>'
-        parts.append(label)
+        parts.append(label(places[i], HEIGHT - 10, chart.steps[i], class_="tick x"))
     return "".join(parts)
 
 
@@ -420,15 +404,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-# Control characters cannot be shown, and those of text direction would reorder what is read.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-
-
-def text(value: object) -> str:
-    """Escaped for element content and attributes; what is invisible becomes a visible escape."""
-    visible = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
-    return escape(visible, quote=True)

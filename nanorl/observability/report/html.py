@@ -1,6 +1,6 @@
 """report.html: one file that shows what a run did, with no script and nothing loaded from outside.
 
-Whatever a model wrote is untrusted: every text passes `charts.text`, and the page's own security
+Whatever a model wrote is untrusted: every text passes `markup.text`, and the page's own security
 policy forbids scripts and loads, should that ever fail. The same input gives the same bytes. The
 style sheet is `style.css` beside this file; the page carries it inline.
 Left out: live updates (nanorl.observability.report.live) and all other rollouts (nanorl view).
@@ -23,9 +23,9 @@ from nanorl.observability.report.charts import (
     number,
     stacked_bars,
     success_bars,
-    text,
 )
 from nanorl.observability.report.examples import Example, Rate
+from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.observability.report.trace import Decode, Segment, TokenView, trace_rollout
 from nanorl.types import REWARD_PART, Branch, Rollout, Status
@@ -230,13 +230,11 @@ def _history(events: Sequence[Mapping[str, Any]]) -> str:
         )
         what += f": {event['reason']}" if event.get("reason") else ""
         cells = (text(event["at"]), text(what), number(event["step"]), changes or "–")
-        command = f"<code>{text(event['command'])}</code>"
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, command))}</tr>")
-    titles = ("When", "Event", "after RL steps", "Options changed", "Command")
-    heads = "".join(f'<th scope="col">{name}</th>' for name in titles)
+        rows.append((*cells, element("code", text(event["command"]))))
+    heads = ("When", "Event", "after RL steps", "Options changed", "Command")
     return (
-        '<section id="history"><h2>History</h2><div class="card scroll"><table><thead>'
-        f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+        '<section id="history"><h2>History</h2><div class="card scroll">'
+        f"{table(heads, rows, has_names=False)}</div></section>"
     )
 
 
@@ -253,15 +251,13 @@ def types_section(per_type: Mapping[str, Mapping[str, Any]]) -> str:
             points = 100 * (after - before)
             colour = "gain" if points > 0 else "drop" if points < 0 else ""
             change = f'<span class="{colour}">{points:+.1f}</span>'
-        cells = "".join(f"<td>{_rate_of_type(row, name)}</td>" for name in EVALUATIONS)
-        rows.append(f'<tr><th scope="row">{text(kind)}</th>{cells}<td>{change}</td></tr>')
-    heads = "".join(
-        f'<th scope="col">{name[:1].upper()}{name[1:]}</th>'
-        for name in ("Task type", *EVALUATIONS.values(), "gained by RL, points")
-    )
+        rates = (_rate_of_type(row, name) for name in EVALUATIONS)
+        rows.append((text(kind), *rates, change))
+    titles = ("Task type", *EVALUATIONS.values(), "gained by RL, points")
+    heads = [f"{name[:1].upper()}{name[1:]}" for name in titles]
     return (
-        '<section id="types"><h2>By task type</h2><div class="card scroll"><table><thead>'
-        f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+        '<section id="types"><h2>By task type</h2><div class="card scroll">'
+        f"{table(heads, rows)}</div></section>"
     )
 
 
@@ -512,13 +508,10 @@ def _pairs(title: str, values: Mapping[str, Any]) -> str:
             return value
         return json.dumps(value, indent=2, default=str, ensure_ascii=False)
 
-    rows = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{text(show(value))}</td></tr>'
-        for name, value in values.items()
-    )
+    rows = [(text(name), text(show(value))) for name, value in values.items()]
     return (
-        f'<details><summary>{title}</summary><div class="inside scroll"><table class="config">'
-        f"<tbody>{rows}</tbody></table></div></details>"
+        f'<details><summary>{title}</summary><div class="inside scroll">'
+        f"{table((), rows, class_='config')}</div></details>"
     )
 
 
@@ -528,19 +521,15 @@ def _table_of_metrics(rows: Sequence[Mapping[str, Any]]) -> str:
     stride = math.ceil(len(rows) / _MAX_TABLE_ROWS)
     kept = rows[::stride]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    heads = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
 
     def cell(value: Any) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return number(value)
         return "–" if value is None else text(value)
 
-    body = "".join(
-        f"<tr>{''.join(f'<td>{cell(row.get(name))}</td>' for name in names)}</tr>" for row in kept
-    )
+    cells = [[cell(row.get(name)) for name in names] for row in kept]
     note = "" if stride == 1 else f", every {stride}th of {len(rows)}"
     return (
         f"<details><summary>Metrics as a table ({len(kept)} steps{note})</summary>"
-        f'<div class="inside scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody>'
-        "</table></div></details>"
+        f'<div class="inside scroll">{table(names, cells, has_names=False)}</div></details>'
     )

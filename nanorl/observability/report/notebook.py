@@ -1,7 +1,7 @@
 """What a notebook shows of a run, an evaluation or a rehearsal: a small table, and nothing else.
 
 `_repr_html_` of those classes calls it. Whatever a model or a task says is untrusted: every text
-passes `charts.text`. There is no script, and nothing is loaded from outside.
+passes `markup.text`. There is no script, and nothing is loaded from outside.
 Left out: curves and rollouts, which are report.html's and `nanorl view`'s.
 """
 
@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanorl.observability.report.charts import duration, number, text
+from nanorl.observability.report.charts import duration, number
+from nanorl.observability.report.markup import text
 from nanorl.observability.report.statistics import Measured
 from nanorl.observability.report.summary import success_rates
 

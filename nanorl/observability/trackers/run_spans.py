@@ -17,7 +17,6 @@ nothing. Without `--log otel` nothing is done.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from nanorl.agents.times import RolloutTimes
 from nanorl.observability.report.metrics import flatten_numbers
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
+from nanorl.observability.telemetry import nanoseconds, new_span_id, own
 from nanorl.observability.trackers.sending import FINISH_S, TrackerLine, identity_of
 from nanorl.observability.trackers.span_record import (
     Attribute,
@@ -40,7 +40,6 @@ from nanosched import Scheduler
 if TYPE_CHECKING:
     from nanorl.observability.results import StepResult
 
-_S = 1_000_000_000  # nanoseconds
 _PARTS = (("rollouts", "wait_s"), ("train", "train_s"), ("sync", "sync_s"))
 Times = Mapping[str, Sequence[RolloutTimes]]
 
@@ -67,11 +66,10 @@ class RunSpans(RunObserver):
         self.is_on = "otel" in config.log
         self._config, self._folder, self._say = config, model_folder, say
         self._finish_s, self._take_times = finish_s, take_times
-        self._ids = random.SystemRandom()
         self._scheduler: Scheduler | None = None
         self._line: TrackerLine | None = None
         self._times: dict[str, Sequence[RolloutTimes]] = {}
-        self._root = self._new_id()
+        self._root = new_span_id()
         self._phase = self._root
         self._start_ns = time.time_ns()
         self._phase_start_ns = self._start_ns
@@ -94,8 +92,8 @@ class RunSpans(RunObserver):
         from nanorl.observability.trackers.span_process import SpanProcess
 
         about: dict[str, Attribute] = {
-            "nanorl.preset": self._config.preset,
-            "nanorl.run": str(self._config.run_dir),
+            own("preset"): self._config.preset,
+            own("run"): str(self._config.run_dir),
         }
         self._send(
             "run", (self._root, 0), (self._start_ns, time.time_ns()), about, error=_why(error)
@@ -105,12 +103,12 @@ class RunSpans(RunObserver):
         self._scheduler.close()
 
     async def on_phase(self, phase: PhaseBegun) -> None:
-        self._phase, self._phase_start_ns = self._new_id(), time.time_ns()
+        self._phase, self._phase_start_ns = new_span_id(), time.time_ns()
 
     async def on_phase_end(self, title: str, *, is_whole: bool) -> None:
         place, between = (self._phase, self._root), (self._phase_start_ns, time.time_ns())
         why = "" if is_whole else "it did not come to its end"
-        self._send(title, place, between, {"nanorl.phase": title}, error=why)
+        self._send(title, place, between, {own("phase"): title}, error=why)
 
     async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.step(f"step {step}", numbers)
@@ -134,12 +132,12 @@ class RunSpans(RunObserver):
         numbers = flatten_numbers(metrics)
         end_ns = time.time_ns()
         seconds = sum(numbers.get(key, 0.0) for _, key in parts)
-        start_ns = end_ns - int(max(numbers.get("step_s", 0.0), seconds) * _S)
-        step = first = self._new_id()
-        about: dict[str, Attribute] = {f"nanorl.{key}": one for key, one in numbers.items()}
+        start_ns = end_ns - nanoseconds(max(numbers.get("step_s", 0.0), seconds))
+        step = first = new_span_id()
+        about: dict[str, Attribute] = {own(key): one for key, one in numbers.items()}
         at = start_ns
         for place, (part, key) in enumerate(parts):
-            span_id, until = self._new_id(), at + int(numbers.get(key, 0.0) * _S)
+            span_id, until = new_span_id(), at + nanoseconds(numbers.get(key, 0.0))
             first = first if place else span_id
             self._send(part, (span_id, step), (at, until), {})
             at = until
@@ -190,9 +188,6 @@ class RunSpans(RunObserver):
             start_ns=between[0], end_ns=between[1], attributes=attributes, error=error,
         )  # fmt: skip
         self._line.send(SpanProcess.send, [record])
-
-    def _new_id(self) -> int:
-        return self._ids.getrandbits(63) | 1  # 0 is no id
 
 
 def _why(error: BaseException | None) -> str:

@@ -7,18 +7,16 @@ Next: run_spans.py (what is sent), trajectories/otel.py (the spans of a rollout)
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, Status, TraceFlags
 
+from nanorl.observability.telemetry import TRACE_BYTES, export, failed, id_of, own, resource
 from nanorl.observability.trackers.span_record import PlayedRollouts, SpannedRun, SpanRecord
 from nanorl.observability.trajectories.base import TrajectoryReader
 from nanorl.observability.trajectories.otel import SpanMaker
@@ -27,7 +25,11 @@ from nanorl.options.run_kind import run_tokenizer
 
 PAUSE_S = 30.0
 """A collector that did not answer is left alone for so long: each try may take ten seconds."""
-_SCOPE = InstrumentationScope("nanorl.run")
+_SCOPE = InstrumentationScope(own("run"))
+_REFUSED = (
+    "the collector did not take the spans; OTEL_EXPORTER_OTLP_ENDPOINT says where it is, by "
+    "default http://localhost:4318"
+)
 
 
 class SpanProcess:
@@ -39,10 +41,9 @@ class SpanProcess:
             os.dup2(quiet, descriptor)
         os.close(quiet)
         self._exporter = OTLPSpanExporter()
-        digest = hashlib.sha256(f"nanorl run {run.identity}".encode()).digest()
-        self._trace_id = int.from_bytes(digest[:16], "big")
+        self._trace_id = id_of(f"nanorl run {run.identity}", TRACE_BYTES)
         agent = agent_info(run.config)
-        self._resource = Resource({"service.name": "nanorl", "service.version": agent.version})
+        self._resource = resource(agent.version)
         tokenizer = run_tokenizer(run.config, run.model_folder)
         parsers = find_parsers(run.config, tokenizer, lambda _: None, is_running=True)
         self._reader = TrajectoryReader(tokenizer, parsers)
@@ -68,15 +69,13 @@ class SpanProcess:
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         if time.monotonic() < self._tried_last + PAUSE_S:
             raise ConnectionError("the collector did not answer a moment ago")
-        if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+        try:
+            export(self._exporter, spans, _REFUSED)
+        except ConnectionError:
             self._tried_last = time.monotonic()
-            raise ConnectionError(
-                "the collector did not take the spans; OTEL_EXPORTER_OTLP_ENDPOINT says where it "
-                "is, by default http://localhost:4318"
-            )
+            raise
 
     def _span(self, record: SpanRecord) -> ReadableSpan:
-        status = Status(StatusCode.ERROR, record.error) if record.error else Status()
         return ReadableSpan(
             record.name,
             context=self._context(record.span_id),
@@ -85,7 +84,7 @@ class SpanProcess:
             attributes=dict(record.attributes),
             kind=SpanKind.INTERNAL,
             instrumentation_scope=_SCOPE,
-            status=status,
+            status=failed(record.error) if record.error else Status(),
             start_time=record.start_ns,
             end_time=record.end_ns,
         )

@@ -7,5 +7,4 @@ parquet.py  the same as columns
 atif.py     the Agent Trajectory Interchange Format, a JSON file a rollout
 otel.py     OpenTelemetry spans by the conventions for generative AI, a trace a rollout
 files.py    a file or a folder that is there as a whole or not at all
-export.py   which rollouts of which run go where
 """

@@ -14,7 +14,6 @@ Source: OpenTelemetry semantic conventions, "GenAI agent spans" and "GenAI spans
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import time
@@ -29,9 +28,8 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import (
@@ -39,14 +37,22 @@ from opentelemetry.trace import (
     Span,
     SpanContext,
     SpanKind,
-    Status,
-    StatusCode,
     set_span_in_context,
 )
 
 from nanoengine.text.chat_template import Message
 from nanorl.agents.context import TurnTimes
 from nanorl.agents.times import RolloutTimes
+from nanorl.observability.telemetry import (
+    MS,
+    SPAN_BYTES,
+    TRACE_BYTES,
+    export,
+    failed,
+    id_of,
+    own,
+    resource,
+)
 from nanorl.observability.trajectories.atif import AgentInfo
 from nanorl.observability.trajectories.base import (
     CallOfTurn,
@@ -57,9 +63,8 @@ from nanorl.observability.trajectories.base import (
 )
 from nanorl.observability.trajectories.files import whole_file
 from nanorl.observability.trajectories.frames import Json
-from nanorl.types import Status as RolloutStatus
+from nanorl.types import Status
 
-MS = 1_000_000  # nanoseconds
 TIMING = "synthetic: a millisecond for each token and each call"
 MEASURED = "measured"
 ERROR_RESULT = (
@@ -89,11 +94,11 @@ def export_spans(
 ) -> None:
     """Hand them to an exporter. ConnectionError, with `place`, where it does not take them."""
     for number, trajectory in enumerate(trajectories):
-        if exporter.export(maker.spans(trajectory)) is not SpanExportResult.SUCCESS:
-            raise ConnectionError(
-                f"{place}: did not take the spans of {trajectory.rollout.rollout_id} ({number} "
-                "rollouts were sent before it); is an OTLP/HTTP collector listening there?"
-            )
+        refused = (
+            f"{place}: did not take the spans of {trajectory.rollout.rollout_id} ({number} "
+            "rollouts were sent before it); is an OTLP/HTTP collector listening there?"
+        )
+        export(exporter, maker.spans(trajectory), refused)
 
 
 def write_spans(
@@ -128,7 +133,7 @@ class SpanMaker:
         self._ended = _Ended()
         provider = TracerProvider(
             sampler=ALWAYS_ON,  # whatever the process's environment says of its own traces
-            resource=Resource({"service.name": "nanorl", "service.version": agent.version}),
+            resource=resource(agent.version),
             id_generator=self._ids,
             span_limits=SpanLimits(
                 max_attributes=SpanLimits.UNSET, max_attribute_length=SpanLimits.UNSET
@@ -160,7 +165,7 @@ class SpanMaker:
             _set(span, self._about_agent(trajectory, self._agent.name, trajectory.segments))
             _set(span, _outcome(trajectory))
             if len(self._times) == len(trajectory.sequences):
-                span.set_attribute("nanorl.timing", MEASURED)
+                span.set_attribute(own("timing"), MEASURED)
             reward = trajectory.outcome()["reward"]
             for sequence in trajectory.segments:
                 self._turns(trajectory, sequence, span)
@@ -171,8 +176,8 @@ class SpanMaker:
                 about = "gen_ai.evaluation"
                 score = {f"{about}.name": "reward", f"{about}.score.value": reward}
                 span.add_event(f"{about}.result", score, timestamp=self._now_ns)
-            if rollout.status is RolloutStatus.FAILED:
-                span.set_status(Status(StatusCode.ERROR, rollout.error))
+            if rollout.status is Status.FAILED:
+                span.set_status(failed(rollout.error))
             if times is not None:
                 self._now_ns = times.end_ns
         return self._ended.spans
@@ -225,7 +230,7 @@ class SpanMaker:
                 },
             )
             if (call.result or "").startswith(ERROR_RESULT):
-                span.set_status(Status(StatusCode.ERROR, call.result))
+                span.set_status(failed(call.result))
             self._now_ns += 0 if times else MS
             for other in trajectory.beside:
                 if other.caller == (sequence.name, call.id):
@@ -275,9 +280,9 @@ class SpanMaker:
             "gen_ai.usage.output_tokens": span.action_end - span.action_start,
             "gen_ai.input.messages": _json([_parts(message) for message in heard]),
             "gen_ai.output.messages": _json([_output(turn)]),
-            "nanorl.sequence": sequence.name,
-            "nanorl.version": turn.version,
-            "nanorl.turn_reward": turn.reward,
+            own("sequence"): sequence.name,
+            own("version"): turn.version,
+            own("turn_reward"): turn.reward,
         }
 
     def _about_model(self, trajectory: Trajectory) -> Json:
@@ -298,14 +303,10 @@ class _Ids(IdGenerator):
         self._name, self._count = name, itertools.count(1)
 
     def generate_trace_id(self) -> int:
-        return self._number("trace", 16)
+        return id_of(f"{self._name}\0trace", TRACE_BYTES)
 
     def generate_span_id(self) -> int:
-        return self._number(f"span {next(self._count)}", 8)
-
-    def _number(self, what: str, num_bytes: int) -> int:
-        digest = hashlib.sha256(f"{self._name}\0{what}".encode(errors="replace")).digest()
-        return int.from_bytes(digest[:num_bytes], "big")
+        return id_of(f"{self._name}\0span {next(self._count)}", SPAN_BYTES)
 
 
 class _Ended(SpanProcessor):
@@ -340,11 +341,11 @@ def _outcome(trajectory: Trajectory) -> Json:
     metrics = outcome.pop("metrics")
     rollout = trajectory.rollout
     return {
-        "nanorl.task_id": rollout.task_id,
-        "nanorl.group_id": rollout.group_id,
-        "nanorl.timing": TIMING,
-        **{f"nanorl.{name}": value for name, value in outcome.items()},
-        **{f"nanorl.metrics.{name}": value for name, value in metrics.items()},
+        own("task_id"): rollout.task_id,
+        own("group_id"): rollout.group_id,
+        own("timing"): TIMING,
+        **{own(name): value for name, value in outcome.items()},
+        **{own(f"metrics.{name}"): value for name, value in metrics.items()},
     }
 
 

@@ -33,6 +33,8 @@ from nanoengine.plan.footprint import (
     rank_memory,
     rank_params,
     train_flops,
+    training_widths,
+    weight_bytes,
 )
 from nanoengine.state.whole_engine import Engine
 
@@ -217,3 +219,12 @@ def test_impossible_questions_are_answered_with_the_rule(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         table(*arguments)
+
+
+def test_what_a_parameter_takes_to_train_is_worked_by_hand() -> None:
+    """Weight, gradient, masters and two moments; a CPU keeps half a master beside bf16."""
+    assert training_widths("bf16") == (2, 4, 4 + 8)
+    assert training_widths("bf16", on_cpu=True) == (2, 4, 2 + 8)
+    assert training_widths("fp32") == (4, 4, 8)
+    assert training_widths("fp64", on_cpu=True) == (8, 8, 16)
+    assert weight_bytes(model_shape("qwen3-4b"), torch.bfloat16) == 2 * PUBLISHED["qwen3-4b"]

@@ -17,8 +17,9 @@ from weight_cases import Policy, Remote, Replica, weights_of
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.meeting_store import MeetingPoint
 from nanoengine.parallel.rendezvous import open_store
+from nanoengine.plan.footprint import weight_bytes
 from nanorl.distributed.weights.offer import Offer, ReadersBusy, WeightsRefused
-from nanorl.distributed.weights.transport import Transport, open_transport, weight_bytes
+from nanorl.distributed.weights.transport import Transport, open_transport
 
 pytestmark = pytest.mark.xdist_group("weights")
 LAYOUTS = {

@@ -17,6 +17,7 @@ from torch import Tensor
 from weight_cases import serve, weights_of
 
 from nanoengine.formats.hf import export_state, read_state
+from nanoengine.plan.footprint import weight_bytes
 from nanoengine.state.whole_engine import Engine
 from nanoinfer.engine import LLMEngine
 from nanorl.distributed.weights.cuda_ipc import GpuHandle
@@ -27,7 +28,6 @@ from nanorl.distributed.weights.transport import (
     PublishReport,
     Transport,
     open_transport,
-    weight_bytes,
 )
 from nanosched import TaskError, WorkerDied
 

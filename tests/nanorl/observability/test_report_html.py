@@ -4,12 +4,14 @@ import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from viewer_runs import TOKENIZER, small_run
 
+from nanorl.inspection import viewer
 from nanorl.observability.report import html
 from nanorl.observability.report.charts import (
     NUM_COLOURS,
@@ -29,6 +31,7 @@ from nanorl.observability.report.examples import (
     rates_by_stage,
 )
 from nanorl.observability.report.html import SHADE_FROM_NATS, write_report
+from nanorl.observability.report.markup import table
 from nanorl.observability.report.trace import TokenView, split_text, trace_rollout
 from nanorl.observability.store import Entry, RolloutStore
 from nanorl.task import Task
@@ -282,6 +285,23 @@ def test_a_token_is_the_darker_the_less_likely_it_was():
     assert shade(0.0) == "p0"
     for level, nats in enumerate(SHADE_FROM_NATS, start=1):
         assert (shade(-nats), shade(-nats + 1e-6)) == (f"p{level}", f"p{level - 1}")
+
+
+def test_the_viewer_shades_tokens_from_the_same_surprises_on():
+    script = Path(viewer.__file__).parent / "static" / "tokens.js"
+    found = re.search(r"^const NATS = \[(.*)\];$", script.read_text(), re.M)
+    assert tuple(map(float, found[1].split(", "))) == SHADE_FROM_NATS
+
+
+def test_a_table_escapes_its_titles_and_names_its_rows():
+    named = table(("<a>", "b"), [("<i>x</i>", "1")], class_="c")
+    assert named == (
+        '<table class="c"><thead><tr><th scope="col">&lt;a&gt;</th><th scope="col">b</th></tr>'
+        '</thead><tbody><tr><th scope="row"><i>x</i></th><td>1</td></tr></tbody></table>'
+    )
+    assert table((), [("1",)], has_names=False) == (
+        "<table><tbody><tr><td>1</td></tr></tbody></table>"
+    )
 
 
 def test_the_style_sheet_has_every_shade_and_every_colour(tmp_path):

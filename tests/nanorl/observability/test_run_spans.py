@@ -20,12 +20,20 @@ from nanorl.agents.times import RolloutTimes
 from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.observability.report.observer import PhaseBegun
 from nanorl.observability.store import RolloutStore
+from nanorl.observability.telemetry import (
+    SPAN_BYTES,
+    TRACE_BYTES,
+    id_of,
+    nanoseconds,
+    new_span_id,
+)
 from nanorl.observability.trackers.run_spans import RunSpans
 from nanorl.options.run_config import RunConfig
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
 
 
+DIGEST = "72921d0de8a1b5f90dbcee1695edb0e1e14caab4f6e945532479720aef375668"
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
 
 
@@ -173,3 +181,12 @@ def test_without_otel_nothing_is_started_or_written(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
+
+
+def test_ids_follow_from_names_and_seconds_become_nanoseconds() -> None:
+    """The digest as `printf 'nanorl run a' | sha256sum` gives it."""
+    sha256 = int(DIGEST, 16)
+    assert id_of("nanorl run a", TRACE_BYTES) == sha256 >> 8 * 16
+    assert id_of("nanorl run a", SPAN_BYTES) == sha256 >> 8 * 24
+    assert all(0 < new_span_id() < 2**63 for _ in range(100))
+    assert nanoseconds(1.5) == 1_500_000_000

@@ -1,4 +1,7 @@
-"""The memory of a KV cache that is not made yet: bytes of a block, blocks of so many bytes."""
+"""The memory of an engine that is not made yet: its KV cache's, and what a step holds.
+
+Left out: weights, and all that training takes (nanoengine/plan/footprint.py).
+"""
 
 from __future__ import annotations
 
@@ -26,3 +29,13 @@ def blocks_in(
             "give at least that"
         )
     return cache_bytes // size
+
+
+def step_bytes(shape: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> float:
+    """Bytes that one inference step holds beside the cache: the rows of a layer, with its products,
+    and the logits of every sequence in the model's dtype and three times in fp32 (edits,
+    sampling)."""
+    widths = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    row = 4 * shape.hidden_size + 2 * widths + 3 * shape.intermediate_size
+    logits = num_seqs * shape.vocab_size * (dtype.itemsize + 3 * 4)
+    return batch_tokens * row * dtype.itemsize + logits
