@@ -85,7 +85,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _is_interpreted() -> bool:
-    import triton
+    import triton  # here: not every machine has it
 
     return bool(triton.knobs.runtime.interpret)
 

@@ -179,7 +179,7 @@ class StepEngine(ABC):
             part.lend_packed()
         try:
             yield
-        except BaseException:
+        except BaseException:  # a loss function may raise anything; the copies come back
             for part in self.models:
                 part.restore_packed()
             raise

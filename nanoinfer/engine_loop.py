@@ -90,7 +90,7 @@ class EngineLoop:
             async with self._between_steps:
                 try:
                     finished = await self._call(self.engine.step)
-                except Exception as error:
+                except Exception as error:  # whatever it is, the callers hear it
                     if not self._fail_all(error):
                         raise
                     continue

@@ -133,7 +133,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nanorl' has no attribute {name!r}")
-    import importlib
+    import importlib  # here: `import nanorl` needs it for nothing else
 
     module, _, attribute = _HOMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -125,7 +125,7 @@ def _meant(name: str, words: list[str]) -> str:
 def _parsed(name: str, words: list[str]) -> Callable[[], Any]:
     """The verb's function with its options. What the verb prints later is nobody's to rewrite, so
     the options are read apart from the call."""
-    import tyro
+    import tyro  # here: help and a wrong verb need none
 
     call = find_verb(name)
 

@@ -156,7 +156,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.dont_write_bytecode = True  # nor of the user's files that this one imports
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # the user's code may raise anything; half a module must not stay
         del sys.modules[name]
         raise
     finally:

@@ -266,14 +266,14 @@ def _start_backend(
 ) -> Backend:
     """Imported here, so that a program of one process loads neither multiprocessing nor Ray."""
     if name == "inline":
-        from nanosched.inline_backend import InlineBackend
+        from nanosched.inline_backend import InlineBackend  # here: it imports this file
 
         return InlineBackend(resources)
     if name == "local":
-        from nanosched.local.process_backend import LocalBackend
+        from nanosched.local.process_backend import LocalBackend  # here: it imports this file
 
         return LocalBackend(resources, preload)
-    from nanosched.ray_backend import RayBackend
+    from nanosched.ray_backend import RayBackend  # here: it imports this file, and an extra
 
     return RayBackend(resources, address)
 

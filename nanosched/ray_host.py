@@ -221,7 +221,7 @@ def share_tensors() -> None:
 
 
 def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
-    import torch
+    import torch  # here: tasks without tensors need none
 
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
     if is_plain and not (tensor.requires_grad or tensor.is_conj() or tensor.is_quantized):
@@ -233,7 +233,7 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
 
 
 def _tensor_of(parts: tuple[Any, ...]) -> Any:
-    import torch
+    import torch  # here: tasks without tensors need none
 
     if len(parts) == 1:
         return torch.load(io.BytesIO(parts[0]), weights_only=True)

@@ -190,7 +190,7 @@ class Here(Executor):
         future: Future[Any] = Future()
         try:
             future.set_result(work(*args, **kwargs))
-        except BaseException as error:
+        except BaseException as error:  # as an executor: a future carries whatever was raised
             future.set_exception(error)
         return future
 

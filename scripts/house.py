@@ -622,18 +622,23 @@ def count_lines(module: Module) -> tuple[int, int]:
     """(lines of code, comments): a line of code has a token other than a comment, and docstrings
     are no code."""
     code: set[int] = set()
-    comments: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
-        if token.type == tokenize.COMMENT:
-            if not DIRECTIVES.match(token.string):
-                comments.add(token.start[0])
-        elif token.type not in LAYOUT:
+        if token.type not in {*LAYOUT, tokenize.COMMENT}:
             code |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             first = node.body[0]
             code -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(code), len(comments)
+    return len(code), len(comment_lines(module))
+
+
+def comment_lines(module: Module) -> set[int]:
+    """The lines that have a comment which tells people something."""
+    return {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(module.source).readline)
+        if token.type == tokenize.COMMENT and not DIRECTIVES.match(token.string)
+    }
 
 
 def sizes(modules: Sequence[Module], functions: Sequence[Sized] = ()) -> dict[str, float]:

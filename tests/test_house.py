@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from house import MOST_PARAMETERS, PACKAGES, House, parse  # noqa: E402
+from house import MOST_PARAMETERS, PACKAGES, House, comment_lines, parse  # noqa: E402
 
 ALLOWED = {
     "kernels": set(),
@@ -172,6 +172,7 @@ MANY_PARAMETERS: dict[str, str] = {
 CEILING_OF_KERNELS = 25
 
 WITHOUT_FIRST_LINES: dict[str, str] = {}
+CATCHING_ALL_UNEXPLAINED: dict[str, str] = {}
 
 Found = Mapping[str, str]  # what breaks a law -> where that stands
 
@@ -212,6 +213,28 @@ def unpickles(house: House) -> Found:
             if is_called or named in UNPICKLERS:
                 found[module.name] = f"{called or named} in line {node.lineno}"
     return found
+
+
+def catching_all_unexplained(house: House) -> Found:
+    """Handlers of all exceptions without a comment on their line, the one before, or down to the
+    first line of what they do."""
+    found: dict[str, str] = {}
+    for module in house.all_modules:
+        comments = comment_lines(module)
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ExceptHandler) and _catches_all(node):
+                near = range(node.lineno - 1, node.body[0].lineno + 1)
+                if not comments & set(near):
+                    found[f"{module.name}:{node.lineno}"] = ""
+    return found
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(
+        kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException"))
+        for kind in kinds
+    )
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
@@ -321,6 +344,11 @@ def test_bytes_that_may_run_come_from_our_own_ends_alone() -> None:
     """A pickle runs what it says. From a socket that others can reach it is their program."""
     help = "send JSON or structs of known kinds, or say in UNPICKLES whose both ends are"
     hold(unpickles(our_house()), UNPICKLES, help)
+
+
+def test_who_catches_all_exceptions_says_why() -> None:
+    help = "name the exceptions, or say in a comment at the line why it must be all of them"
+    hold(catching_all_unexplained(our_house()), CATCHING_ALL_UNEXPLAINED, help)
 
 
 def test_every_op_of_kernels_has_a_caller_in_an_engine() -> None:
@@ -526,6 +554,28 @@ def test_planted_readers_of_pickles_are_found(tmp_path: Path, text: str) -> None
     assert list(unpickles(house)) == ["low.a"]
     with pytest.raises(AssertionError, match=r"low\.a"):
         hold(unpickles(house), {}, "send JSON")
+
+
+def test_planted_handlers_of_all_exceptions_without_a_reason_are_found(tmp_path: Path) -> None:
+    silent = [
+        "try:\n    f()\nexcept Exception:\n    pass\n",
+        "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n",
+        "try:\n    f()\nexcept:  # noqa: E722\n    pass  # type: ignore\n    # too late\n",
+    ]
+    told = [
+        "try:\n    f()\nexcept Exception:  # why\n    pass\n",
+        "try:\n    f()\n# why\nexcept Exception:\n    pass\n",
+        "try:\n    f()\nexcept Exception:\n    # why\n    pass\n",
+        "try:\n    f()\nexcept Exception:\n    pass  # why\n",
+        "try:\n    f()\nexcept OSError:\n    pass\n",
+    ]
+    house = planted(tmp_path, low__a="".join(silent), low__b="".join(told), scripts__c=silent[0])
+    assert sorted(catching_all_unexplained(house)) == [
+        "low.a:11",
+        "low.a:3",
+        "low.a:7",
+        "scripts.c:3",
+    ]
 
 
 def test_planted_ops_without_a_caller_are_found(tmp_path: Path) -> None:

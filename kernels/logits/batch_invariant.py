@@ -35,6 +35,7 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RV, on_triton):
         if on_triton:
+            # Here: not every machine has Triton.
             from kernels.triton import batch_invariant as triton_ops
 
             y_RV = triton_ops.log_softmax(x_RV)
@@ -48,6 +49,7 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx, dy_RV):
         (y_RV,) = ctx.saved_tensors
         if ctx.on_triton:
+            # Here: not every machine has Triton.
             from kernels.triton import batch_invariant as triton_ops
 
             return triton_ops.log_softmax_backward(dy_RV, y_RV, ctx.dtype), None

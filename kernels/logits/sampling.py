@@ -171,7 +171,7 @@ def sample(
     check_tensors(logits_BV, "logits", on_triton, **named)
     check_integers(seeds=seeds, positions=positions)
     if on_triton:
-        from kernels.triton import sampling as triton_ops
+        from kernels.triton import sampling as triton_ops  # here: not every machine has Triton
 
         return SampleOutput(*triton_ops.sample(logits_BV, *rows))
     step = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
@@ -229,7 +229,7 @@ def apply_penalties_(
     check_tensors(logits_BV, "logits", on_triton, **named, **tables)
     check_integers(output_counts=output_counts_BV)
     if on_triton:
-        from kernels.triton import sampling as triton_ops
+        from kernels.triton import sampling as triton_ops  # here: not every machine has Triton
 
         _check_rows(logits_BV)
         triton_ops.apply_penalties(logits_BV, output_counts_BV, prompt_mask_BV, **named)
@@ -278,7 +278,7 @@ def apply_token_bitmask_(
     on_triton = use_triton(backend, logits_BV)
     check_tensors(logits_BV, "logits", on_triton, bitmask=bitmask_BW)
     if on_triton:
-        from kernels.triton import sampling as triton_ops
+        from kernels.triton import sampling as triton_ops  # here: not every machine has Triton
 
         _check_rows(logits_BV)
         triton_ops.apply_token_bitmask(logits_BV, bitmask_BW)

@@ -184,7 +184,7 @@ def _activate_and_gradient(
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, weights, *experts):
-        from kernels.triton import moe as triton_ops
+        from kernels.triton import moe as triton_ops  # here: not every machine has Triton
 
         matrices = ExpertMatrices(*experts)
         is_clamped = call.activation == "clamped_swiglu"
@@ -198,7 +198,7 @@ class _TritonMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        from kernels.triton import moe as triton_ops
+        from kernels.triton import moe as triton_ops  # here: not every machine has Triton
 
         x, weights, ids, h_S2F = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad[1:5]

@@ -86,7 +86,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.w = w  # itself: activation checkpointing gives back copies without main_grad
         if on_triton:
-            from kernels.triton import grouped_gemm as gpu
+            from kernels.triton import grouped_gemm as gpu  # here: not every machine has Triton
 
             ctx.tiles = gpu.make_tiles(offsets, x.shape[0], x.dtype)
             return gpu.rows_by_weight(x, w, ctx.tiles, x.shape[0])
@@ -112,7 +112,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 
 def _triton_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    from kernels.triton import grouped_gemm as gpu
+    from kernels.triton import grouped_gemm as gpu  # here: not every machine has Triton
 
     (x,), w = ctx.saved_tensors, ctx.w
     dx = dw = None

@@ -55,6 +55,7 @@ class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, renormalize, on_triton):
         if on_triton:
+            # Here: not every machine has Triton.
             from kernels.triton import moe_routing as triton_ops
 
             weights, ids = triton_ops.topk_softmax(logits, k, renormalize)
@@ -70,7 +71,7 @@ class _TopkSoftmax(torch.autograd.Function):
         logits, weights, ids = ctx.saved_tensors
         if not ctx.on_triton:
             return _topk_backward(dweights, logits, weights, ids, ctx.renormalize), *(None,) * 3
-        from kernels.triton import moe_routing as triton_ops
+        from kernels.triton import moe_routing as triton_ops  # here: not every machine has Triton
 
         dlogits = triton_ops.topk_softmax_backward(dweights, logits, weights, ids, ctx.renormalize)
         return dlogits, None, None, None
@@ -143,7 +144,7 @@ def moe_align(
     check_expert_ids(topk_ids_NK, num_experts)
     if not use_triton(backend, topk_ids_NK):
         return moe_align_ref(topk_ids_NK, num_experts, block_m)
-    from kernels.triton import moe_routing as triton_ops
+    from kernels.triton import moe_routing as triton_ops  # here: not every machine has Triton
 
     return MoeAlignment(*triton_ops.moe_align(topk_ids_NK, num_experts, block_m))
 

@@ -84,7 +84,7 @@ def quantize_fp8(
         raise ValueError(f"group_size={group_size}: must be None (a row), 128 or (128, 128)")
     if not use_triton(backend, x_NK):
         return quantize_fp8_ref(x_NK, group_size)
-    from kernels.triton import fp8 as triton_ops
+    from kernels.triton import fp8 as triton_ops  # here: not every machine has Triton
 
     return triton_ops.quantize(x_NK, *_group_shape(x_NK, group_size), group_size is None)
 
@@ -111,7 +111,7 @@ def fp8_linear(
     _check_linear(x_MK, w_NK, x_scale, w_scale, out_dtype)
     if not use_triton(backend, x_MK):
         return fp8_linear_ref(x_MK, w_NK, x_scale, w_scale, out_dtype)
-    from kernels.triton import fp8 as triton_ops
+    from kernels.triton import fp8 as triton_ops  # here: not every machine has Triton
 
     return triton_ops.linear(x_MK, w_NK, x_scale, w_scale, out_dtype)
 

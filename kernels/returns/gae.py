@@ -115,6 +115,6 @@ def gae(
     with torch.no_grad():
         if not on_triton:
             return _scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)
-        from kernels.triton import gae as triton_ops
+        from kernels.triton import gae as triton_ops  # here: not every machine has Triton
 
         return triton_ops.scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)

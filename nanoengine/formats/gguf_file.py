@@ -99,7 +99,7 @@ class GgufTensor:
 
     def values(self) -> np.ndarray:
         """The numbers in fp32: a view of the file, or a copy where they are quantised."""
-        from gguf.quants import dequantize
+        from gguf.quants import dequantize  # here: an extra
 
         try:
             found = dequantize(self.blocks, self.kind)
@@ -208,7 +208,7 @@ def _tensor_head(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _tensor(data: np.ndarray, name: str, rest: list[Any], start: int) -> GgufTensor:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here: an extra
 
     shape, number, offset = rest
     kind = GGMLQuantizationType(number)

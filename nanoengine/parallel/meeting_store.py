@@ -151,7 +151,7 @@ class MeetingStore(dist.Store):
                 self._prove(sock)
             except ConnectionError:  # shown out, as one of too many or for a wrong secret
                 sock.close()
-            except BaseException:
+            except BaseException:  # Ctrl-C too: the socket is nobody's yet
                 sock.close()
                 raise
             else:

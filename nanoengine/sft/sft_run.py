@@ -153,7 +153,7 @@ class SftRun:
             )
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else can release what was built
             self.release()
             raise
 

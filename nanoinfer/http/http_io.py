@@ -109,7 +109,8 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Run `work`; cancel it on a hang-up (`ClientDisconnectedError`) or when time is over (`ApiError`)."""
+    """Run `work`; cancel it on a hang-up (`ClientDisconnectedError`) or when time is over
+    (`ApiError`)."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_until_hung_up(receive))
     try:
@@ -161,7 +162,7 @@ class EventStream(Response):
         except ClientDisconnectedError as error:
             self._on_error(error)
             return
-        except Exception as error:
+        except Exception as error:  # too late for a status: it goes into the stream
             await send(_body(self.error_lines(self._on_error(error))))
         await send(_body(self.last_line))
         await send({"type": "http.response.body", "body": b""})

@@ -214,7 +214,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
         try:
-            import llguidance
+            import llguidance  # here: an extra
         except ImportError as error:
             raise missing("a grammar", "llguidance", extra="grammar") from error
         self._library = llguidance
@@ -277,7 +277,7 @@ def _readable(tokenizer: str) -> str:
 
 def _as_lark(grammar: Grammar) -> str:
     """A grammar in Lark's form, where it came in llama.cpp's."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark  # here: an extra
 
     if "::=" not in grammar.value:
         return grammar.value

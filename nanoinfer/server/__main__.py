@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
     with plain_errors(words):
         config = tyro.cli(ServerConfig, args=words, prog="python -m nanoinfer.server")
     try:
-        from nanoinfer.server.running import run_server
+        from nanoinfer.server.running import run_server  # here: it imports torch
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
     run_server(config)

@@ -239,7 +239,7 @@ class HttpApp:
                 if path not in OPEN_ROUTES:
                     self._access.check(request, is_control=is_control)
                 response = await handler(request)
-            except Exception as error:
+            except Exception as error:  # the border of the process: logged, and told
                 shown = self._error(error)
                 response = JSONResponse(told(shown), shown.status, shown.headers)
             self.metrics.responses.labels(path, response.status_code).inc()

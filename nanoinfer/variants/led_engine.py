@@ -141,7 +141,7 @@ class LedEngine(LLMEngine):
                 yield name, tensor
         except RanksLost:
             raise
-        except Exception as error:
+        except Exception as error:  # the caller's own iterator: the ranks must hear it
             self._announce(encode(TensorsEnd(f"{type(error).__name__}: {error}")))
             raise
         self._announce(encode(TensorsEnd()))
@@ -162,7 +162,7 @@ class LedEngine(LLMEngine):
         """Inside, whatever fails leaves the ranks out of step."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # wherever it stopped, the ranks are out of step
             self._lost = RanksLost(f"{what} failed: {type(error).__name__}: {error}")
             raise self._lost from error
 
@@ -176,7 +176,7 @@ def follow(engine: LLMEngine, mesh: Mesh) -> None:
             if isinstance(message, LeaderShutdown):
                 return
             _follow_one(engine, mesh, message)
-        except Exception as error:
+        except Exception as error:  # a rank that skips a call can follow no other
             raise RanksLost(
                 f"rank {mesh.rank('tp')} follows no more: {type(error).__name__}: {error}"
             ) from error

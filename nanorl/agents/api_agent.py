@@ -145,7 +145,7 @@ async def finish(episode: Episode, session: ApiSession, said: Any) -> None:
 
 def _openai() -> Any:
     try:
-        import openai
+        import openai  # here: an extra
     except ImportError:
         raise missing("an agent with a client", "openai", extra="agents") from None
     return openai

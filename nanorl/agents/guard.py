@@ -116,7 +116,7 @@ def _watch(pid: int, woken: int, watch_bytes: int, folders: list[str]) -> dict[s
     poll.register(woken, select.POLLIN)
     memory, wait_ms = None, _WATCH_MS
     if watch_bytes:
-        from nanorl.sandbox.usage import MemoryWatch
+        from nanorl.sandbox.usage import MemoryWatch  # here: few agents have a memory limit
 
         memory = MemoryWatch()
     while True:

@@ -56,7 +56,7 @@ class TrainedRun:
         return self.summary["heldout_success_after"]
 
     def _repr_html_(self) -> str:
-        from nanorl.observability.report.notebook import run_html
+        from nanorl.observability.report.notebook import run_html  # here: only a notebook asks
 
         return run_html(self.summary, self.folder)
 
@@ -85,7 +85,7 @@ def train(
     if out is not None:
         given["out"] = out
     config, kind = configured(model, env, given)
-    from nanorl.commands.train import run_training
+    from nanorl.commands.train import run_training  # here: other verbs need none of it
 
     config, summary = run_training(config, env=kind, run_to_end=run_to_end)
     return TrainedRun(config=config, summary=summary)
@@ -107,6 +107,7 @@ def evaluate(
     something is wrong with them. What comes back has `success`, `pass_at(k)` and every task's
     score.
     """
+    # Here: other verbs need none of it.
     from nanorl.commands.evaluate import EvalOptions, evaluation_of
 
     given: dict[str, Any] = {"model": str(model), "num_tasks": num_tasks, "k": k, "out": out}
@@ -123,6 +124,7 @@ def export(run: Path | str, to: str, **options: Any) -> Exported:
     `out="good.jsonl", min_reward=1.0`. ValueError where something is wrong with them, or where the
     run has no such rollouts.
     """
+    # Here: other verbs need none of it.
     from nanorl.inspection.export_trajectories import ExportOptions, export_rollouts
 
     given = {"run": run, "to": to, **options}

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from nanorl.observability.alarms.finding import Severity, findings_text
+from nanorl.options.run_config import RunConfig
 from nanorl.run.parse import parse_arguments
 
 AS_JSON = "--as-json"
@@ -61,9 +62,8 @@ def _model_alone(words: Sequence[str]) -> str | None:
 
 
 def _check_model(source: str, *, is_json: bool) -> int:
-    from nanoengine.formats.sources import resolve_model
-    from nanorl.inspection.doctor.model_check import check_model
-    from nanorl.options.run_config import RunConfig
+    from nanoengine.formats.sources import resolve_model  # here: it imports torch
+    from nanorl.inspection.doctor.model_check import check_model  # here: it imports torch
 
     folder = resolve_model(source, RunConfig().cache_dir)
     found = check_model(folder)

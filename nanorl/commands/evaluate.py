@@ -130,6 +130,7 @@ class EvalOptions:
 
 def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Play held-out tasks with a model, or with what a run has trained."""
+    # Here: the help is faster without.
     from nanorl.observability.report.evaluation import evaluation_text
 
     result, folder = evaluation_of(options)
@@ -147,7 +148,7 @@ def evaluation_of(
 ) -> tuple[Evaluation, Path]:
     """Evaluate the model that is named, and return the result with the folder in which it lies. The
     verb and the library share this. `env` and `run_to_end` as in `run_evaluation`."""
-    from nanorl.run.saved_models import find_models
+    from nanorl.run.saved_models import find_models  # here: it imports torch
 
     saved = find_models(options.model)
     config = options.run_config(saved, env)
@@ -237,7 +238,7 @@ def run_evaluation(
 
 
 def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[str, Any]:
-    from nanorl.observability.report.summary import git_commit
+    from nanorl.observability.report.summary import git_commit  # here: the help is faster without
 
     return {
         "model": config.model,

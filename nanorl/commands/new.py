@@ -153,6 +153,7 @@ def write_files(name: str, folder: Path) -> list[Path]:
 def write_package(name: str, folder: Path) -> list[Path]:
     """Write a folder with both that can be installed. ValueError as for `write_files`, for names
     that are taken, and where the folder exists."""
+    # Here: few ask for a package.
     from nanorl.commands.new_package import check_package_name, write_package_files
 
     name = _checked(name)

@@ -46,6 +46,7 @@ class Rehearsal:
     is_done: bool = False
 
     def _repr_html_(self) -> str:
+        # Here: only a notebook asks.
         from nanorl.observability.report.notebook import rehearsal_html
 
         ended = "ended by the environment" if self.is_done else "not ended by the environment"

@@ -30,8 +30,8 @@ def serve(
         options: The server's.
     """
     try:
-        from nanoinfer.server.running import run_server
-        from nanorl.commands.serve_page import page_about
+        from nanoinfer.server.running import run_server  # here: it imports torch
+        from nanorl.commands.serve_page import page_about  # here: it imports torch
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
     from nanorl.run.saved_models import find_models  # here: it imports torch

@@ -93,8 +93,8 @@ def serve_env(
 
 
 async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
-    from nanorl.options.agent_kit import AgentKit
-    from nanorl.serving.env_server import EnvServer, ServeLimits
+    from nanorl.options.agent_kit import AgentKit  # here: the help is faster without
+    from nanorl.serving.env_server import EnvServer, ServeLimits  # here: it imports an extra
 
     limits = ServeLimits(
         max_episodes=options.max_episodes,
@@ -141,8 +141,8 @@ async def _told_to_stop() -> None:
 
 def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:
     """The folder of the model that plays; any tokenizer will do where nothing depends on it."""
-    from nanoengine.formats.sources import resolve_model
-    from nanorl.envs.tasks.tiny_model import build_tiny_model
+    from nanoengine.formats.sources import resolve_model  # here: it imports torch
+    from nanorl.envs.tasks.tiny_model import build_tiny_model  # here: it imports torch
 
     if model:
         return resolve_model(model, config.cache_dir.expanduser())

@@ -28,6 +28,7 @@ def serve_training(
         options: The service's.
     """
     try:
+        # Here: it imports torch.
         from nanorl.serving.training_service.service_running import run_service
     except ModuleNotFoundError as error:
         raise missing("the service", error.name, extra="serve") from None

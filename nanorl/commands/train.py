@@ -69,7 +69,7 @@ def run_training(
             try:
                 begin(folder, config)
                 print("\n".join(first_lines(parts, walls)), flush=True)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: the roles run already
                 roles.close()
                 raise
             return roles
@@ -83,8 +83,8 @@ def first_lines(parts: Parts, walls: str) -> list[str]:
     """The lines that a run prints before it begins: the model and where it is from, the sandbox
     (`walls`, empty where no programs run), its folder and device, and whether there are fewer tasks
     than wanted."""
-    from nanorl.run.cards.model_source import model_source
-    from nanorl.run.heldout_success import too_few
+    from nanorl.run.cards.model_source import model_source  # here: it imports torch
+    from nanorl.run.heldout_success import too_few  # here: the help is faster without
 
     config = parts.config
     lines = {
@@ -106,6 +106,7 @@ def train(config: RunConfig) -> int:
 
 def report(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the success rates, where everything is, and what to do next."""
+    # Here: the help is faster without.
     from nanorl.observability.report.summary import gap_text, success_rates
 
     print("\nsuccess on held-out tasks, never trained on, greedy:")

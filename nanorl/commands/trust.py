@@ -18,7 +18,7 @@ def trust(run: tyro.conf.Positional[Path], /) -> None:
     Args:
         run: The folder of a run, or of an evaluation.
     """
-    from nanorl.options.trust import remember, unknown
+    from nanorl.options.trust import remember, unknown  # here: the help is faster without
     from nanorl.run.saved_models import named_options  # here: it imports torch
 
     options = named_options(run)

@@ -95,6 +95,7 @@ def view(
         _show_in_terminal(runs, shown)
         return
     try:
+        # Here: it imports torch and an extra.
         from nanorl.inspection.viewer.viewer_server import serve_viewer
     except ModuleNotFoundError as error:
         if len(runs) > 1:
@@ -105,7 +106,7 @@ def view(
         )
         _show_in_terminal(runs, shown)
         return
-    from nanorl.inspection.viewer.runs import find_runs
+    from nanorl.inspection.viewer.runs import find_runs  # here: it imports torch
 
     found = find_runs(runs)
 

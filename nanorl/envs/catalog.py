@@ -56,15 +56,15 @@ def is_address(spec: str) -> bool:
 def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
     """The environment that `--env` names."""
     if spec.startswith(GYMNASIUM):
-        from nanorl.envs.gym_text import GymText
+        from nanorl.envs.gym_text import GymText  # here: few runs need it
 
         return EnvClassKind(GymText, {"make": spec.removeprefix(GYMNASIUM), **arguments})
     if spec.startswith(OPENENV):
-        from nanorl.envs.open_env import OpenEnvText
+        from nanorl.envs.open_env import OpenEnvText  # here: few runs need it
 
         return EnvClassKind(OpenEnvText, {"address": spec.removeprefix(OPENENV), **arguments})
     if is_address(spec):
-        from nanorl.envs.remote.client import RemoteKind
+        from nanorl.envs.remote.client import RemoteKind  # here: few runs need it
 
         return RemoteKind(spec, arguments)
     known = ENVIRONMENTS if is_path(spec) else with_installed(ENVIRONMENTS, spec)

@@ -131,8 +131,8 @@ class GymText(Env):
 
 def _require_gymnasium() -> Any:
     try:
-        import gymnasium
-        import gymnasium.error
+        import gymnasium  # here: an extra
+        import gymnasium.error  # here: an extra
     except ImportError as error:
         raise missing("--env gymnasium:...", error.name, extra="gymnasium") from error
     return gymnasium

@@ -206,8 +206,8 @@ def _why_refused(said: dict[str, Any]) -> str:
 
 def _require_websockets() -> Any:
     try:
-        from websockets.asyncio.client import connect
-        from websockets.exceptions import ConnectionClosed
+        from websockets.asyncio.client import connect  # here: an extra
+        from websockets.exceptions import ConnectionClosed  # here: an extra
     except ImportError as error:
         raise missing("--env openenv:...", error.name, extra="openenv") from error
     return connect, ConnectionClosed

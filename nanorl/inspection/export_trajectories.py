@@ -168,10 +168,12 @@ def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory
     elif options.to == "atif":
         write_atif(found, place, agent, force=force)
     elif options.to == "parquet":
+        # Here: it needs an extra.
         from nanorl.observability.trajectories.parquet import write_parquet
 
         write_parquet(found, place, force=force)
     else:
+        # Here: it imports an extra.
         from nanorl.observability.trajectories.otel import SpanMaker, send_spans, write_spans
 
         maker = SpanMaker(agent, str(options.run.resolve()))

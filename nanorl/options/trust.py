@@ -136,13 +136,13 @@ def _is_ours(part: str, values: Sequence[Any]) -> bool:
 
         return first in ENVIRONMENTS
     if part == "reward":
-        from nanorl.envs.rewards.load import REWARDS
+        from nanorl.envs.rewards.load import REWARDS  # here: few options need them
 
         return first in REWARDS
     if part == "agent":
         return first in LOOPS and first != "command"
     if part == "curriculum":
-        from nanorl.flow.curriculum import KNOWN
+        from nanorl.flow.curriculum import KNOWN  # here: few options need them
 
         return first in KNOWN
     return False

@@ -106,7 +106,7 @@ def memory_file(name: str, content: bytes, seals: int = 0) -> int:
             written += os.pwrite(descriptor, memoryview(content)[written:], written)
         if seals:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the descriptor is nobody's yet
         os.close(descriptor)
         raise
     return descriptor

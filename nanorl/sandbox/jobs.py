@@ -183,7 +183,7 @@ def _run_cell(code: bytes, name: str, namespace: dict[str, Any]) -> int:
             sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval"), namespace))
     except SystemExit as error:
         leave(report(error))
-    except BaseException as error:
+    except BaseException as error:  # as at a prompt, also KeyboardInterrupt
         return report(error) & 0xFF
     return 0
 
@@ -260,7 +260,7 @@ def _run_call(code: bytes, folder: str) -> NoReturn:
     try:
         exec(compile(code, "<call>", "exec", dont_inherit=True), namespace)
         said = json.dumps({"value": namespace["result"]}, sort_keys=True)
-    except BaseException as error:
+    except BaseException as error:  # the judged code may raise SystemExit too
         report(error)
         said = json.dumps({"raises": type(error).__name__})
     write_all(output, said.encode(errors="replace"))
@@ -375,7 +375,7 @@ def _run_test(parts: dict[str, bytes]) -> NoReturn:
     try:
         exec(compile(parts["source"], module.__file__ or "", "exec"), module.__dict__)
         _call_test(module, parts["name"].decode())
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: a test that ends early has failed
         report(error)
         exit_now(1)
     write_all(output, parts["nonce"])

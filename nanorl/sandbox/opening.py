@@ -97,7 +97,7 @@ def open_pool(spec: SandboxSpec, size: Size, ablate: frozenset[str]) -> OpenPool
         except SandboxUnavailable as refusal:
             refusals.append(refusal)
             dispatcher.close()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: its workers run already
             dispatcher.close()
             raise
     raise refusals[0]

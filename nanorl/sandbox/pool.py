@@ -122,7 +122,7 @@ class SandboxPool:
                 self._is_session_probed = True
             else:
                 await session.lay()
-        except BaseException:
+        except BaseException:  # a cancellation too: the worker is taken
             await session.close()
             raise
         return session

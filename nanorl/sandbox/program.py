@@ -94,7 +94,7 @@ def execute(code: bytes, name: str = PROGRAM_NAME) -> NoReturn:
     exit_code = 0
     try:
         exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
-    except BaseException as error:
+    except BaseException as error:  # as the interpreter: SystemExit is a status, too
         exit_code = report(error)
     leave(exit_code)
 
@@ -124,7 +124,7 @@ def _shut_down(exit_code: int) -> int:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-    except BaseException as error:
+    except BaseException as error:  # an exit handler's: the interpreter prints it, goes on
         sys.excepthook(type(error), error, error.__traceback__)
     is_flushed = flush(sys.stdout)
     flush(sys.stderr)

@@ -58,7 +58,7 @@ class Program(plain.Peer):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
                 said = getattr(self, f"_{verb}")(arguments, *rest)
-            except BaseException as error:
+            except BaseException as error:  # SystemExit too: what code raises is its answer
                 said = self._raised(error)
         return [said, printed.getvalue(), arguments]
 

@@ -130,7 +130,7 @@ class Tests(plain.Peer):
         try:
             given = self._read(args), self._read(named)
             return ["value", plain.encode(function(*given[0], **given[1]), self._argument)]
-        except Exception as error:
+        except Exception as error:  # what the test's callback raises is its answer
             return ["raises", type(error).__name__]
 
     def _value(self, said: list[Any], what: str, is_kept: bool) -> Any:

@@ -107,7 +107,7 @@ class Child:
 def _run_or_die(function: Any, *args: Any) -> NoReturn:
     try:
         function(*args)
-    except BaseException:
+    except BaseException:  # a fork must never return into the server's loop
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
     finally:

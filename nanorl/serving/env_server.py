@@ -206,7 +206,7 @@ class EnvServer:
             env = self._kit.environment(is_tool_enabled=body.is_tool_enabled)
             try:
                 opening = await env.reset(task)
-            except BaseException:
+            except BaseException:  # a cancellation too: the environment may hold a sandbox
                 await _let_go(env)
                 raise
         finally:

@@ -150,7 +150,7 @@ def _watched(hold: Hold) -> memoryview:
     Those objects refer to the exporter of the memory, here an array, because of the standard
     library's exporters none that is read-only can be watched.
     """
-    import numpy
+    import numpy  # here: tasks without arrays need none
 
     exporter = numpy.frombuffer(hold.segment.memory, dtype=numpy.uint8)
     weakref.finalize(exporter, _let_go, hold).atexit = False
@@ -174,7 +174,7 @@ def _reduce_array(array: numpy.ndarray) -> Any:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    import torch
+    import torch  # here: tasks without tensors need none
 
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
     if tensor.device.type != "cpu" or not is_plain or tensor.is_conj() or tensor.is_neg():
@@ -186,8 +186,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], needs_grad: bool) -> torch.Tensor:
-    import numpy
-    import torch
+    import numpy  # here: tasks without arrays need none
+    import torch  # here: tasks without tensors need none
 
     tensor = torch.empty(shape, dtype=dtype)
     numpy.copyto(tensor.flatten().view(torch.uint8).numpy(), numpy.frombuffer(raw, numpy.uint8))

@@ -183,7 +183,7 @@ class Matrix:
             while waiting or self.running:
                 waiting = self._start_some(waiting)
                 self._collect()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: runs must not outlive their comparison
             self._stop()
             raise
         return [job for job in self.jobs.values() if not job.is_finished]

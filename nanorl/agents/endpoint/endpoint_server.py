@@ -211,7 +211,7 @@ class RecordingServer:
                     return await while_connected(
                         request.receive, session.run(answering), self._limits.request_timeout_s
                     )
-            except Exception as error:
+            except Exception as error:  # the border of the process: logged, and told
                 status = 503 if isinstance(error, InfrastructureError) else 500
                 told = known_error(error) or failure(error, LOG, "the engine", status)
                 return JSONResponse(dialect.error(told), told.status, told.headers)

@@ -206,7 +206,7 @@ async def getting_ready(
     try:
         async with limited_start(name, start_s):
             yield handle
-    except BaseException:
+    except BaseException:  # a cancellation too
         scheduler.kill(handle)
         raise
 

@@ -9,9 +9,10 @@ from nanorl.options.parts import Parts
 def make_roles(parts: Parts) -> Roles:
     """The roles that `--cluster.backend` asks for. Close them."""
     if parts.config.cluster.backend == "inline":
+        # Here: a cluster's driver needs no engine.
         from nanorl.distributed.roles.inline_roles import InlineRoles
 
         return InlineRoles(parts)
-    from nanorl.distributed.roles.cluster import Cluster
+    from nanorl.distributed.roles.cluster import Cluster  # here: most runs need none
 
     return Cluster(parts)

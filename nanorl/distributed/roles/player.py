@@ -33,7 +33,7 @@ class Player:
                 LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer),
                 executor=self.compute,
             )
-        except BaseException:
+        except BaseException:  # whatever fails, the kit's processes run already
             self.kit.close()
             raise
 

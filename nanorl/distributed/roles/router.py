@@ -114,7 +114,7 @@ class Router:
         name = f"{self._prefix}-{self._totals.num_requests}"
         try:
             output = await self._generate(list(ids), params, name)
-        except BaseException:
+        except BaseException:  # a request that was cancelled counts as failed too
             self._totals.num_failed += 1
             raise
         self._totals.num_finished += 1

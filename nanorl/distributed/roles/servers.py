@@ -31,11 +31,11 @@ def _client_of(engine: str, address: str) -> type[HttpReplica]:
     if not engine:
         return HttpReplica
     if engine == "vllm":
-        from nanorl.distributed.roles.vllm_replica import VllmReplica
+        from nanorl.distributed.roles.vllm_replica import VllmReplica  # here: few runs need it
 
         return VllmReplica
     if engine == "sglang":
-        from nanorl.distributed.roles.sglang_replica import SglangReplica
+        from nanorl.distributed.roles.sglang_replica import SglangReplica  # here: few runs need it
 
         return SglangReplica
     raise ValueError(

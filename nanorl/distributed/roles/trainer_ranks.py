@@ -115,7 +115,7 @@ class TrainerRanks:
         except WorkerDied as died:
             group.kill()
             raise TrainerLost(f"the trainer died ({died})") from died
-        except BaseException:
+        except BaseException:  # a cancellation too: nobody has the group yet
             group.kill()
             raise
         self._group = group

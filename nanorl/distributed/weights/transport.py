@@ -167,7 +167,7 @@ class Transport(ABC):
             seconds = await self._load_or_resend(receiver, offer, load)
         except asyncio.CancelledError:  # the driver gave up, the replica may still be reading
             raise
-        except BaseException:
+        except BaseException:  # whatever it was, the replica reads no more
             self._answered(name)
             raise
         self._answered(name)

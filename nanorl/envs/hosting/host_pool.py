@@ -215,7 +215,7 @@ class WorkerPool:
         try:
             future = life.handle.call(CodeWorker.open, number, args)
             await life.ask("open", future, self.limits.deadline_s)
-        except BaseException:
+        except BaseException:  # a cancellation too: the object may be there
             opened.close()
             raise
         return opened
@@ -272,7 +272,7 @@ class WorkerPool:
             life.pid = await handle.call(CodeWorker.pid)
             future = handle.call(CodeWorker.make, self._factory, self._args)
             await life.ask("loading the code", future, self.limits.start_s)
-        except BaseException as error:
+        except BaseException as error:  # a cancellation too: nobody has the worker yet
             life.end("it did not start")
             if life.has_died:
                 raise WorkerDied(str(error)) from error

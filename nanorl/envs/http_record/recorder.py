@@ -57,7 +57,7 @@ class RecordingProxy:
             told = self._ask(json.dumps(order, default=str))
             if "error" in told:
                 raise ValueError(told["error"])
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the process runs already
             self.close()
             raise
         ca_file = self._folder / "ca.pem"

@@ -102,7 +102,7 @@ class RemoteKind:
         """Nothing is held between calls."""
 
     def _ask_who(self) -> ServerInfo:
-        from nanorl.envs.remote.wire import ServerInfo
+        from nanorl.envs.remote.wire import ServerInfo  # here: it imports pydantic, which is slow
 
         try:
             return self._line.get("/health", ServerInfo)
@@ -130,7 +130,7 @@ class RemoteTasks:
         return self._ask("heldout", self._seed, n, seed)[0]
 
     def _ask(self, split: Split, seed: int, n: int, place: int = 0) -> tuple[list[Task], str]:
-        from nanorl.envs.remote.wire import TasksReply
+        from nanorl.envs.remote.wire import TasksReply  # here: it imports pydantic, which is slow
 
         query = urlencode({"split": split, "seed": seed, "place": place, "n": n})
         try:
@@ -153,6 +153,7 @@ class RemoteEnvironment:
         self._read: tuple[Any, list[Message]] = (None, [])
 
     async def reset(self, task: Task) -> Opening:
+        # Here: it imports pydantic, which is slow.
         from nanorl.envs.remote.wire import ResetBody, ResetReply, WireTask
 
         body = ResetBody(task=WireTask.of(task), is_tool_enabled=self._is_tool_enabled)
@@ -169,6 +170,7 @@ class RemoteEnvironment:
         return reply.opening()
 
     async def step(self, text: str) -> TimeStep:
+        # Here: it imports pydantic, which is slow.
         from nanorl.envs.remote.wire import StepBody, StepReply
 
         body = StepBody(episode=self._episode, text=text)
@@ -194,6 +196,7 @@ class RemoteEnvironment:
         return observation
 
     async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        # Here: it imports pydantic, which is slow.
         from nanorl.envs.remote.wire import ScoreBody, ScoreReply, WireTranscript
 
         body = ScoreBody(
@@ -204,6 +207,7 @@ class RemoteEnvironment:
         return (await self._line.post("/score", body, ScoreReply)).score()
 
     async def close(self) -> None:
+        # Here: it imports pydantic, which is slow.
         from nanorl.envs.remote.wire import Closed, EpisodeBody
 
         episode, self._episode = self._episode, ""

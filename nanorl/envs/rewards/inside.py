@@ -169,7 +169,7 @@ def candidate(given: dict[str, Any]) -> list[Any]:
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
     try:
         return ["value", encode(function(*decode(args), **decode(kwargs)))]
-    except Exception as error:
+    except Exception as error:  # what the judged code raises is its answer
         return ["raises", type(error).__name__]
 
 

@@ -117,7 +117,7 @@ class FolderJudge:
     def __init__(
         self, folder: str | Path, limits: JudgeLimits, dtype: str = "fp32", device: str = "auto"
     ) -> None:
-        from nanoengine.optim import DTYPES
+        from nanoengine.optim import DTYPES  # here: a judge at an address needs no torch
         from nanoinfer.llm import LLM  # a judge at an address needs no engine
 
         self.name = str(Path(folder).resolve())
@@ -127,7 +127,7 @@ class FolderJudge:
         self._thread: ThreadPoolExecutor | None = None
 
     async def reply(self, prompt: str, attempt: int) -> str:
-        from nanoinfer.params import SamplingParams
+        from nanoinfer.params import SamplingParams  # here: a judge at an address needs no engine
 
         tokenizer, engine = self._llm.tokenizer, self._started()
         ids = tokenizer.encode_chat(
@@ -154,10 +154,10 @@ class FolderJudge:
             thread.shutdown()
 
     def _started(self) -> AsyncEngine:
-        import torch
+        import torch  # here: a judge at an address needs no torch
 
-        from nanoengine.parallel.device import worker_thread
-        from nanoinfer.async_engine import AsyncEngine
+        from nanoengine.parallel.device import worker_thread  # here: it imports torch
+        from nanoinfer.async_engine import AsyncEngine  # here: it imports torch
 
         if self._engine is None:
             core = self._llm.engine
@@ -168,7 +168,7 @@ class FolderJudge:
 
 def _require_openai() -> Any:
     try:
-        import openai
+        import openai  # here: an extra
     except ImportError as error:
         raise missing("a judge at an address", "openai", extra="judge") from error
     return openai

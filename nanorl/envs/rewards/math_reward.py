@@ -128,7 +128,7 @@ def _parse(verify: Any, formula: str) -> list[Any]:
 
 def _require_math_verify() -> Any:
     try:
-        import math_verify
+        import math_verify  # here: an extra
     except ImportError as error:
         raise missing("the reward 'math'", "math-verify", extra="math") from error
     return math_verify

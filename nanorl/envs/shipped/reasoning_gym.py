@@ -268,7 +268,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _require_reasoning_gym() -> Any:
     try:
-        from reasoning_gym import factory
+        from reasoning_gym import factory  # here: an extra
     except ImportError as error:
         name = "reasoning-gym"
         raise missing("the environment reasoning_gym", name, extra=name) from error

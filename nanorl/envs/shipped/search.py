@@ -185,7 +185,7 @@ def _beginning(text: str) -> str:
 
 def _require_bm25s() -> Any:
     try:
-        import bm25s
+        import bm25s  # here: an extra
     except ImportError as error:
         raise missing("the environment search", "bm25s", extra="search") from error
     return bm25s

@@ -186,8 +186,8 @@ def _csv_records(path: Path) -> Iterator[Record]:
 
 def _parquet_records(path: Path) -> Iterator[Record]:
     try:
-        import pyarrow as arrow
-        from pyarrow.parquet import ParquetFile
+        import pyarrow as arrow  # here: an extra
+        from pyarrow.parquet import ParquetFile  # here: an extra
     except ImportError:
         raise missing(str(path), "pyarrow", extra="data") from None
     try:
@@ -210,7 +210,7 @@ def _dataset_records(folder: Path, split: str) -> Iterator[Record]:
             "tasks in it"
         )
     try:
-        from datasets import load_from_disk
+        from datasets import load_from_disk  # here: an extra
     except ImportError:
         raise missing(str(folder), "datasets", extra="data") from None
     yield from _split_records(load_from_disk(str(folder)), str(folder), split)
@@ -218,7 +218,7 @@ def _dataset_records(folder: Path, split: str) -> Iterator[Record]:
 
 def _hub_records(name: str) -> Iterator[Record]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # here: an extra
     except ImportError:
         raise missing(HUB + name, "datasets", extra="data") from None
     repository, *rest = name.split(":")

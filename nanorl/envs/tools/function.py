@@ -88,7 +88,7 @@ class FunctionTool:
             raise _as_tool_error(error) from error
 
     def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        from pydantic import ValidationError
+        from pydantic import ValidationError  # here: it is slow, and other tools need none
 
         try:
             return dict(self._adapter.validate_python(dict(arguments)))
@@ -189,6 +189,7 @@ def _annotated(fn: Callable[..., Any]) -> Any:
 
 def _adapter(fn: Callable[..., Any], name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
     """pydantic's validator of a dict of the function's arguments."""
+    # Here: it is slow, and other tools need none.
     from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter
     from typing_extensions import TypedDict  # pydantic wants this one below Python 3.12
 
@@ -214,7 +215,7 @@ def _adapter(fn: Callable[..., Any], name: str, parameters: Mapping[str, inspect
 
 
 def _docstring(fn: Callable[..., Any]) -> Any:
-    import docstring_parser
+    import docstring_parser  # here: other tools need none
 
     return docstring_parser.parse(inspect.getdoc(_annotated(fn)) or "")
 
@@ -259,7 +260,7 @@ def _is_json(value: Any) -> bool:
 def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    from pydantic_core import to_jsonable_python
+    from pydantic_core import to_jsonable_python  # here: it is slow, and other tools need none
 
     return json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 

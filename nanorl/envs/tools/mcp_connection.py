@@ -47,8 +47,8 @@ class McpConnection:
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """The result of one call. ToolError where it is refused or takes too long."""
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
+        from mcp import MCPError  # here: an extra
+        from mcp_types import CONNECTION_CLOSED  # here: an extra
 
         client = await self._connected()
         try:
@@ -138,7 +138,7 @@ class McpConnection:
 
     async def _hold(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         """Enter and leave the client in one task, as its cancel scopes demand."""
-        from mcp import Client
+        from mcp import Client  # here: an extra
 
         try:
             async with Client(self._transport(), cache=None) as client:
@@ -151,7 +151,7 @@ class McpConnection:
     def _transport(self) -> Any:
         if is_address(self.target):
             return self.target
-        from mcp import StdioServerParameters, stdio_client
+        from mcp import StdioServerParameters, stdio_client  # here: an extra
 
         command, *arguments = shlex.split(self.target)
         if self._log is not None:

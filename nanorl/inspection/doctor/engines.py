@@ -23,7 +23,7 @@ _VERSION_LIMIT_S = 30
 
 def examine_engines() -> dict[str, Any]:
     """Say which PyTorch this is, which GPUs it reaches, and which path multiplies in each dtype."""
-    import torch
+    import torch  # here: OMP_NUM_THREADS is set before
 
     cuda = torch.version.cuda
     return {
@@ -37,7 +37,7 @@ def examine_engines() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    import torch
+    import torch  # here: OMP_NUM_THREADS is set before
 
     if not torch.cuda.is_available():
         return []
@@ -61,9 +61,9 @@ def _compiler() -> str | None:
 
 def _kernels() -> dict[str, Any]:
     """Say whether the C++ kernels are there, why not, and the path of a product in each dtype."""
-    import torch
+    import torch  # here: OMP_NUM_THREADS is set before
 
-    from kernels.cpp import ops
+    from kernels.cpp import ops  # here: it imports torch
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -79,10 +79,10 @@ def _kernels() -> dict[str, Any]:
 
 def product_path(dtype: Any) -> str:
     """Name what multiplies a weight of this torch dtype on the CPU, in words."""
-    import torch
+    import torch  # here: OMP_NUM_THREADS is set before
 
-    from kernels.linear import is_native, is_packable
-    from kernels.torch import onednn
+    from kernels.linear import is_native, is_packable  # here: it imports torch
+    from kernels.torch import onednn  # here: it imports torch
 
     weight = torch.zeros(1, 1, dtype=dtype)
     if is_native(weight):
@@ -96,7 +96,7 @@ def product_path(dtype: Any) -> str:
 
 def _widest(dtype: Any) -> str:
     """The widest instructions that -march=native gives the C++ kernels."""
-    import torch
+    import torch  # here: OMP_NUM_THREADS is set before
 
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine()

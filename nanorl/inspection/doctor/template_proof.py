@@ -335,8 +335,8 @@ def _peer(tokenizer: ChatTokenizer) -> Encode | None:
     """`apply_chat_template` of transformers over the same files; None where it is not installed."""
     if find_spec("transformers") is None or tokenizer.templates is None:
         return None
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer  # here: only a comparison with transformers needs it
+    from transformers import PreTrainedTokenizerFast  # here: may be missing
 
     templates = tokenizer.templates
     sources = templates.sources

@@ -140,7 +140,7 @@ class RunMonitor(RunObserver):
         at, is said once and does not end the run."""
         try:
             look()
-        except Exception as error:
+        except Exception as error:  # watching must not end what is watched
             failure = f"{type(error).__name__}: {error}"
             if failure not in self._said:
                 self._said.add(failure)
@@ -166,6 +166,7 @@ class RunMonitor(RunObserver):
 
 def _import_server() -> type[MonitorServer]:
     try:
+        # Here: it imports an extra.
         from nanorl.observability.monitor.monitor_server import MonitorServer
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -121,7 +121,7 @@ class MonitorServer:
             try:
                 self._check(request, is_control)
                 return await handler(request)
-            except Exception as error:
+            except Exception as error:  # the border of the process: logged, and told
                 return self._explained(error).response()
 
         return Route(path, endpoint, methods=[method])

@@ -69,7 +69,7 @@ class Target:
 
     def __init__(self, address: str) -> None:
         try:
-            import apprise
+            import apprise  # here: an extra
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             raise missing("--monitor.alerts", package, extra="alerts") from None

@@ -138,6 +138,7 @@ class Evaluation:
         }
 
     def _repr_html_(self) -> str:
+        # Here: only a notebook asks.
         from nanorl.observability.report.notebook import evaluation_html
 
         shares = {"success": self.success}

@@ -174,7 +174,7 @@ class TensorBoardWriter:
     """The numbers of each row as scalars. TensorBoard is imported here, because it is slow."""
 
     def __init__(self, log_dir: str | Path, *, purge_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # here: it is slow to import
 
         self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
 

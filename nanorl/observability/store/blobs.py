@@ -33,7 +33,7 @@ class BlobFolder:
 
     def __init__(self, address: str, owner: str) -> None:
         try:
-            import fsspec
+            import fsspec  # here: an extra
         except ModuleNotFoundError:
             raise missing(f"--store ...?blobs={address}", "fsspec", extra="blobs") from None
         try:

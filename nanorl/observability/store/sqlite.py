@@ -68,7 +68,7 @@ class SqliteDatabase:
                     self._db.execute("PRAGMA query_only = ON")
                 else:
                     self._set_up()
-        except BaseException:
+        except BaseException:  # whatever fails, the connection is nobody's yet
             self._db.close()
             raise
 

@@ -96,7 +96,7 @@ class RolloutStore:
         try:
             self._prepare(is_read_only=is_read_only)
             self._blobs = self._open_blobs(where, is_read_only=is_read_only)
-        except BaseException:
+        except BaseException:  # whatever fails, the connection is nobody's yet
             self._db.close()
             raise
         self._blob_bytes = where.blob_bytes

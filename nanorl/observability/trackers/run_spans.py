@@ -89,6 +89,7 @@ class RunSpans(RunObserver):
         """Send the run's own span; wait for what is under way, within the time limit."""
         if self._line is None or self._scheduler is None:
             return
+        # Here: few runs need it, and it imports an extra.
         from nanorl.observability.trackers.span_process import SpanProcess
 
         about: dict[str, Attribute] = {
@@ -155,6 +156,7 @@ class RunSpans(RunObserver):
         rollouts that have not come yet are kept until they do."""
         if self._line is None:
             return
+        # Here: few runs need it, and it imports an extra.
         from nanorl.observability.trackers.span_process import SpanProcess
 
         self._times |= times
@@ -181,6 +183,7 @@ class RunSpans(RunObserver):
     ) -> None:
         if self._line is None:
             return
+        # Here: few runs need it, and it imports an extra.
         from nanorl.observability.trackers.span_process import SpanProcess
 
         record = SpanRecord(

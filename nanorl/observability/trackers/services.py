@@ -69,7 +69,7 @@ class WandbTracker:
     like others, and the x axis."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb
+        import wandb  # here: an extra
 
         self._wandb = wandb
         self._run = wandb.init(
@@ -103,7 +103,7 @@ class MlflowTracker:
     """MLflow. Its parameters cannot change, so what a resumed run changed is among its tags."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient  # here: an extra
 
         self._client = client = MlflowClient()
         found = client.get_experiment_by_name(run.project)
@@ -120,7 +120,7 @@ class MlflowTracker:
         self._log_options(run.options, page.data.params)
 
     def _log_options(self, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        from mlflow.entities import Param, RunTag
+        from mlflow.entities import Param, RunTag  # here: an extra
 
         texts = {name: str(value)[:_MLFLOW_PARAM_CHARS] for name, value in options.items()}
         new = [Param(name, text) for name, text in texts.items() if name not in known]
@@ -135,7 +135,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, tags=changed)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # here: an extra
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, value, now_ms, step) for name, value in numbers.items()]
@@ -158,7 +158,7 @@ class TrackioTracker:
     """Trackio, a local database with a dashboard, or a Hugging Face Space."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import trackio
+        import trackio  # here: an extra
 
         self._trackio = trackio
         self._run = trackio.init(
@@ -173,7 +173,7 @@ class TrackioTracker:
         self._run.log(dict(numbers), step=step)
 
     def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
-        import pandas
+        import pandas  # here: trackio brings it
 
         table = self._trackio.Table(dataframe=pandas.DataFrame(as_columns(rows)))
         self._run.log({f"rollouts/{part}": table}, step=step)
@@ -186,7 +186,7 @@ class ClearmlTracker:
     """ClearML. It knows a run by an id of its own, which the run's folder keeps."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from clearml import Task
+        from clearml import Task  # here: an extra
 
         file = run.folder / _CLEARML_TASK
         known = file.read_text("utf-8").strip() if file.is_file() else ""

@@ -26,8 +26,8 @@ MOST_ROWS, MOST_TOKENS = 256, 1 << 20  # of a row group, which is held in memory
 def write_parquet(trajectories: Iterable[Trajectory], path: Path, *, force: bool) -> None:
     """Write the file, a row group in memory at a time. ValueError without the package pyarrow."""
     schema = _schema()
-    from pyarrow import Table
-    from pyarrow.parquet import ParquetWriter
+    from pyarrow import Table  # here: an extra
+    from pyarrow.parquet import ParquetWriter  # here: an extra
 
     with whole_file(path, force=force) as file, ParquetWriter(file, schema) as writer:
         for rows in _row_groups(trajectories):
@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 def _schema() -> pyarrow.Schema:
     try:
-        import pyarrow as pa
+        import pyarrow as pa  # here: an extra
     except ImportError:
         raise missing("--to parquet", "pyarrow", extra="data") from None
 

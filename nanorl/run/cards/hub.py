@@ -75,7 +75,7 @@ class HubUpload:
 def _client() -> Any:
     """The hub's own client, with a token. ValueError where either is missing."""
     try:
-        from huggingface_hub import HfApi, get_token
+        from huggingface_hub import HfApi, get_token  # here: an extra
     except ModuleNotFoundError as error:
         raise missing("push", error.name, extra="hub") from None
     if get_token() is None:

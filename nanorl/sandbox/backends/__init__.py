@@ -58,7 +58,7 @@ def open_sandbox(
     that isolates too little without `allow_unsafe`.
     """
     if name in ("auto", "bwrap"):
-        from nanorl.sandbox.pool import SandboxPool
+        from nanorl.sandbox.pool import SandboxPool  # here: other back ends need none of it
 
         try:
             return SandboxPool(spec, num_workers, max_workers=max_workers)
@@ -67,6 +67,7 @@ def open_sandbox(
     if name not in BACKENDS:
         raise ValueError(f"--sandbox {name}: must be one of auto, bwrap, {', '.join(BACKENDS)}")
     check_safety(name, allow_unsafe)
+    # Here: it imports from this package, and bwrap needs none.
     from nanorl.sandbox.backends.backend_pool import BoxPool
 
     file, _, found = BACKENDS[name].partition(":")
@@ -76,7 +77,7 @@ def open_sandbox(
 
 def _instead_of_bwrap(name: str, spec: SandboxSpec, refusal: SandboxUnavailable) -> str:
     """The back end for `auto` where bubblewrap refused; whoever named bubblewrap is refused."""
-    from nanorl.sandbox.choice import second_choice
+    from nanorl.sandbox.choice import second_choice  # here: only a refusal needs it
 
     if name == "bwrap":
         remedy = f"{refusal.remedy}; or --sandbox auto, which takes wasm where bwrap does not run"

@@ -185,7 +185,7 @@ class BoxPool:
         self._finalizer = weakref.finalize(self, self._runner.close)
         try:
             probe = self._probe(backend)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the boxes run already
             self.close()
             raise
         self.capabilities = Capabilities(
@@ -246,7 +246,7 @@ class BoxPool:
         session = Session(self._runner, archive_of(files or {}, self.spec), folder)
         try:
             await session.lay()
-        except BaseException:
+        except BaseException:  # a cancellation too: the box is taken
             await session.close()
             raise
         return session

@@ -186,7 +186,7 @@ class GuestServer:
                 os.setsid()
                 random.seed(0)  # the module reseeds itself after every fork
                 main(job.order, streams, *arguments)
-            except BaseException:
+            except BaseException:  # a fork must never return into the server's loop
                 traceback.print_exc()
             finally:
                 exit_now(125)

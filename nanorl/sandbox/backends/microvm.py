@@ -71,7 +71,7 @@ class MicrovmBackend:
         self._ram_bytes = self._sized()
         try:
             self.accelerator = self._boot()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the folder and the machine are there
             self.close()
             raise
         self.memory = f"the machine's {self._ram_bytes // MIB} MiB"

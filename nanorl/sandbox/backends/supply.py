@@ -168,7 +168,7 @@ class BoxSupply:
             self._indices.add(index)
         try:
             box = SandboxBox(self.backend.launch(index))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the number is free again
             self._indices.discard(index)
             raise
         with self._changed:

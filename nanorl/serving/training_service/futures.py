@@ -162,7 +162,7 @@ async def _answered(name: str, work: Work) -> FutureAnswer:
         return FutureAnswer.failed(str(error), "user")
     except ApiError as error:
         return FutureAnswer.failed(error.message, "user" if error.status < 500 else "server")
-    except Exception as error:
+    except Exception as error:  # logged, and told to the client
         LOG.exception("request %s failed", name)
         return FutureAnswer.failed(f"{type(error).__name__}: {error}", "server")
 

@@ -117,7 +117,7 @@ class ServiceApp:
                     key = request.headers.get("x-api-key", "")
                     request.state.service = self._clients.service_of(key)
                 return await handler(request)
-            except Exception as error:
+            except Exception as error:  # the border of the process: logged, and told
                 known = known_error(error, {CheckpointError: 404, ValueError: 400})
                 return (known or failure(error, LOG, "the service")).response()
 
@@ -137,7 +137,7 @@ class ServiceApp:
         value = await read_object(request, self.limits)
         try:
             return _promise(verb(_service(request), read_json_body(value, model)))
-        except Exception:
+        except Exception:  # whatever refused it, its number is taken
             _service(request).pass_over(value.get("model_id"), value.get("seq_id"))
             raise
 
@@ -201,7 +201,7 @@ class ServiceApp:
             # Decoding megabytes would hold up heartbeats.
             message = await asyncio.to_thread(read_forward_backward, raw)
             return _promise(_service(request).forward_backward(message))
-        except Exception:
+        except Exception:  # whatever refused it, its number is taken
             with contextlib.suppress(ValueError):
                 _service(request).pass_over(*read_address(raw))
             raise

@@ -93,7 +93,7 @@ class Samplers:
                 slot.version += 1
                 await slot.engine.update_weights(weights(), slot.version)
                 slot.snapshot = snapshot
-            except BaseException:
+            except BaseException:  # a cancellation too: weights may be half of each
                 slot.snapshot, slot.num_users = "", slot.num_users - 1
                 raise
             return slot
