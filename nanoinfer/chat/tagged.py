@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from nanoinfer.chat.base import Described, ToolCall, ToolCallError
 from nanoinfer.chat.json_calls import checked_call, list_tools
@@ -71,6 +71,10 @@ class _TaggedParser(WalkingParser):
     """Of each tool's parameters (`parameter_schemas`)."""
     tags: ClassVar[Tags]
 
+    @classmethod
+    def of(cls, role: str, tools: Sequence[Described]) -> Self:
+        return cls(role=role, schemas=parameter_schemas(tools))
+
     @property
     def marks(self) -> Marks:
         return self.tags.marks
@@ -114,10 +118,6 @@ class QwenCoderParser(_TaggedParser):
     name: ClassVar[str] = "qwen3_coder"
     tags: ClassVar[Tags] = FUNCTION
 
-    @classmethod
-    def of(cls, role: str, tools: Sequence[Described]) -> QwenCoderParser:
-        return cls(role=role, schemas=parameter_schemas(tools))
-
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a call that this form cannot hold."""
         values = "".join(
@@ -142,10 +142,6 @@ class GlmParser(_TaggedParser):
 
     name: ClassVar[str] = "glm45"
     tags: ClassVar[Tags] = ARGUMENTS
-
-    @classmethod
-    def of(cls, role: str, tools: Sequence[Described]) -> GlmParser:
-        return cls(role=role, schemas=parameter_schemas(tools))
 
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a call that this form cannot hold."""

@@ -67,6 +67,11 @@ WALLS: Mapping[str, Any] = {
 """What it must see inside bubblewrap. A tuple names several answers that are as good."""
 
 
+def walls_without(*names: str) -> dict[str, Any]:
+    """What a back end keeps of bubblewrap's walls that has others in place of `names`."""
+    return {name: value for name, value in WALLS.items() if name not in names}
+
+
 def find_leak(
     result: ExecResult,
     files_in_tmp: Sequence[str] = ("program.py",),

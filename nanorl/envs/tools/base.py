@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +31,17 @@ from nanoinfer.chat.base import Described
 from nanorl.sandbox.base import Sandbox
 from nanorl.task import Task
 from nanorl.types import InfrastructureError
+
+
+def tool_schema(
+    name: str, about: str, properties: Mapping[str, Any], optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """The schema of a tool that takes these arguments and no others."""
+    needed = [one for one in properties if one not in optional]
+    parameters: dict[str, Any] = {"type": "object", "properties": dict(properties)}
+    parameters |= {"required": needed, "additionalProperties": False}
+    function = {"name": name, "description": about, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 class ToolError(ValueError):

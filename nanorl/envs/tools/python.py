@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanorl.envs.tools.base import ToolContext, ToolError
+from nanorl.envs.tools.base import ToolContext, ToolError, tool_schema
 from nanorl.envs.tools.result_text import describe
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.types import InfrastructureError
@@ -25,19 +25,8 @@ class PythonTool:
     @property
     def schema(self) -> dict[str, Any]:
         code = {"type": "string", "description": "The whole program; only what it prints is seen."}
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": "Run a Python program in a fresh process and read what it prints.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"code": code},
-                    "required": ["code"],
-                    "additionalProperties": False,
-                },
-            },
-        }
+        about = "Run a Python program in a fresh process and read what it prints."
+        return tool_schema(self.name, about, {"code": code})
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """Run the program and return what it printed; `InfrastructureError` where the sandbox is to

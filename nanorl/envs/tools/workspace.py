@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from nanorl.envs.tools.base import Submitted, ToolContext, ToolError
+from nanorl.envs.tools.base import Submitted, ToolContext, ToolError, tool_schema
 from nanorl.envs.tools.result_text import KILLED, NO_OUTPUT, describe
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure, SandboxUnavailable
 from nanorl.sandbox.session import Session, WorkspaceError
@@ -37,19 +37,8 @@ class WorkspaceTool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": {
-                    "type": "object",
-                    "properties": {name: dict(one) for name, one in self.properties.items()},
-                    "required": [name for name in self.properties if name not in self.optional],
-                    "additionalProperties": False,
-                },
-            },
-        }
+        properties = {name: dict(one) for name, one in self.properties.items()}
+        return tool_schema(self.name, self.description, properties, self.optional)
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """Does what `act` does, once the calls before it are done."""
@@ -105,8 +94,7 @@ class BashTool(WorkspaceTool):
         if not arguments["command"].strip():
             raise ToolError("bash: the command is empty")
         result = await session.shell(arguments["command"], context.timeout_s)
-        context.metrics[f"num_exec_{result.status}"] += 1
-        return _with_notice(_both_streams(result), result)
+        return _counted(context, result, _both_streams(result))
 
 
 class PythonSessionTool(WorkspaceTool):
@@ -124,8 +112,7 @@ class PythonSessionTool(WorkspaceTool):
         if not arguments["code"].strip():
             raise ToolError("python_session: the code is empty")
         result = await session.repl(arguments["code"], context.timeout_s)
-        context.metrics[f"num_exec_{result.status}"] += 1
-        return _with_notice(describe(result), result)
+        return _counted(context, result, describe(result))
 
 
 class ReadTool(WorkspaceTool):
@@ -203,19 +190,8 @@ class SubmitTool:
     @property
     def schema(self) -> dict[str, Any]:
         answer = {"type": "string", "description": "The answer, or a line that says what you did."}
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": "Hand in the work as it is now. This ends the task.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"answer": answer},
-                    "required": [],
-                    "additionalProperties": False,
-                },
-            },
-        }
+        about = "Hand in the work as it is now. This ends the task."
+        return tool_schema(self.name, about, {"answer": answer}, {"answer"})
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         answer = arguments.get("answer", "")
@@ -267,6 +243,12 @@ def _both_streams(result: ExecResult) -> str:
     elif result.status is not ExecStatus.OK:
         parts.append(KILLED[result.status])
     return "\n".join(parts) or NO_OUTPUT
+
+
+def _counted(context: ToolContext, result: ExecResult, text: str) -> str:
+    """What the model reads of a program that ran; the episode counts how it ended."""
+    context.metrics[f"num_exec_{result.status}"] += 1
+    return _with_notice(text, result)
 
 
 def _with_notice(text: str, result: ExecResult) -> str:

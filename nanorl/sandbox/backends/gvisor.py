@@ -26,7 +26,7 @@ from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.backends.box import ENVIRONMENT, PYTHON_FLAGS, Launch, guest_config
 from nanorl.sandbox.base import MIB, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits
-from nanorl.sandbox.canary import CODE, WALLS
+from nanorl.sandbox.canary import CODE, walls_without
 from nanorl.sandbox.interpreter import find_python
 
 _FLAGS = "--platform=ptrace --network=none --ignore-cgroups --overlay=false"
@@ -65,13 +65,8 @@ class GvisorBackend:
     @property
     def promises(self) -> Mapping[str, Any]:
         """Bubblewrap's, but for what the other kernel does not have."""
-        kept = {
-            name: value
-            for name, value in WALLS.items()
-            if name not in ("processes", "capabilities", "host's folders")
-        }
         return {
-            **kept,
+            **walls_without("processes", "capabilities", "host's folders"),
             "held capabilities": 0,
             "host's file": False,
             "strangers": [],

@@ -33,7 +33,7 @@ from nanorl.sandbox.backends import worker_frames
 from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox, guest_config
 from nanorl.sandbox.base import MIB, SandboxFailure, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits, unused_uid
-from nanorl.sandbox.canary import CODE, WALLS
+from nanorl.sandbox.canary import CODE, walls_without
 
 _REMEDY = (
     "as root: apt install qemu-system-x86 mmdebstrap busybox-static cpio; "
@@ -97,14 +97,9 @@ class MicrovmBackend:
     @property
     def promises(self) -> Mapping[str, Any]:
         """Bubblewrap's, but that a program may only not write where it is not mounted read-only."""
-        kept = {
-            name: value
-            for name, value in WALLS.items()
-            if name not in ("processes", "capabilities", "host's folders", "strangers")
-        }
         refused = (13, 30)  # EACCES, EROFS
         return {
-            **kept,
+            **walls_without("processes", "capabilities", "host's folders", "strangers"),
             "held capabilities": 0,
             "host's file": False,
             "files in /tmp": [protocol.PROGRAM_NAME],

@@ -27,7 +27,7 @@ from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.backends.box import ENVIRONMENT, PYTHON_FLAGS, Launch, guest_config
 from nanorl.sandbox.base import MIB, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import rlimits
-from nanorl.sandbox.canary import CODE, WALLS
+from nanorl.sandbox.canary import CODE, walls_without
 
 IMAGE = "nanorl-sandbox"
 _PREFIX = "nanorl-sandbox-"
@@ -72,13 +72,8 @@ class OciBackend:
     @property
     def promises(self) -> Mapping[str, Any]:
         """All of bubblewrap's, but for the numbers of processes and what the image holds."""
-        kept = {
-            name: value
-            for name, value in WALLS.items()
-            if name not in ("processes", "host's folders", "capabilities")
-        }
         return {
-            **kept,
+            **walls_without("processes", "host's folders", "capabilities"),
             "held capabilities": 0,
             "host's file": False,
             "strangers": [],
