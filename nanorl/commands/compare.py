@@ -3,9 +3,11 @@
     nanorl compare runs/eval-smollm2 runs/eval-smollm2-seed0
     nanorl compare runs/a runs/b runs/c            # b and c, each against a
     nanorl compare runs/a:before runs/a            # one run, before RL and after
+    nanorl compare runs/a@0 runs/a@8 runs/a:best   # with --evaluation.every: while RL went on
 
 Each is the folder or file of a `nanorl eval`, or a run's folder, which stands for its evaluation
-after RL; FOLDER:NAME is another one of it (untrained, before, after, no_tool).
+after RL; FOLDER:NAME is another one of it (untrained, before, after, no_tool, best), FOLDER@8 that
+after eight steps of RL.
 """
 
 from __future__ import annotations
@@ -62,6 +64,9 @@ def _file(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
+    folder, at, step = name.rpartition("@")
+    if at and step.isdigit() and not path.exists():
+        name = f"{folder}:step-{step}"
     folder, colon, phase = name.rpartition(":")
     if colon and not path.exists():
         path, wanted = Path(folder), [f"eval-{phase}.json"]

@@ -180,7 +180,8 @@ class RLConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Greedy held-out evaluation, before and after RL, with the tool on and off."""
+    """Held-out evaluation: greedy before and after RL, with the tool on and off; sampled while RL
+    goes on."""
 
     num_tasks: int = 200
     """Held-out tasks for the figures before and after RL."""
@@ -190,6 +191,15 @@ class EvaluationConfig:
     """Held-out tasks for the trained model with the tool switched off, the first of the list."""
     seed: int = 12345
     """Seed of the held-out list; the same for every training seed."""
+    every: int = 0
+    """RL steps from one evaluation to the next while RL goes on, the first one before it; 0: none.
+    The checkpoint with the best one is kept (RUN:best)."""
+    num_tasks_each: int = 50
+    """Held-out tasks for each of those, the first of the list, and as many training tasks."""
+    k: int = 4
+    """Samples of each task in those, for pass@k."""
+    temperature: float = 1.0
+    """Of that sampling; 0 is greedy, with --evaluation.k 1."""
 
     def __post_init__(self) -> None:
         why = "each is played to its end, twice; the error is then below one percent"
@@ -200,4 +210,13 @@ class EvaluationConfig:
             num_tasks=Bound(1, most, why),
             num_tasks_untrained=Bound(0, most, why),
             num_tasks_no_tool=Bound(0, most, why),
+            every=NATURAL,
+            num_tasks_each=Bound(1, most, "each is played to its end, k times"),
+            k=Bound(1, 1024, "all rollouts are held in memory"),
+            temperature=Bound(0, 100, "hotter is noise"),
         )
+        if self.k > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"--evaluation.temperature 0 with --evaluation.k {self.k}: greedy samples are all "
+                "alike; use --evaluation.k 1"
+            )

@@ -17,6 +17,8 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 TRAINING_FILE, EVALUATIONS_FILE = "rollouts.sqlite", "evaluations.sqlite"
+RL_EVALUATIONS_FILE = "evaluations-rl.sqlite"
+"""Of evaluations while RL goes on: rollouts by the number of steps that were done."""
 """In a run's folder: those of RL, unless they are elsewhere, and those of its evaluations."""
 OPTIONS = ("run", "blobs", "blob_bytes")
 SECRETS = ("password", "passfile", "sslpassword", "secret", "token", "key")

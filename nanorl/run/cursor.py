@@ -17,6 +17,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 START = "start"
 """The folder, as `checkpoints`, of the checkpoint with which RL began."""
+BEST = "best"
+"""The folder of the checkpoint that its evaluations while RL goes on found best."""
 WARMING_UP: tuple[Phase, ...] = ("untrained", "warm_start")
 AFTER_RL: tuple[Phase, ...] = ("after", "no_tool", "done")
 
@@ -32,6 +34,8 @@ class Cursor:
     tasks: str = ""  # fingerprint of the user's task file, where there is one
     flow: dict[str, Any] = field(default_factory=dict)  # of the trainer (trainer.py, `state`)
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # while RL goes on
+    best: dict[str, Any] = field(default_factory=dict)  # of those; {}: there is none
     totals: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the run, by name; {}: not known
     model: str = ""  # fingerprint of the model's configuration and tokenizer; "": not known

@@ -18,13 +18,13 @@ from nanoengine.state.run_folder import CONFIG
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.store import RolloutStore
 from nanorl.options.store_address import TRAINING_FILE
-from nanorl.run.cursor import START
+from nanorl.run.cursor import BEST, START
 
 _KEPT = ("model-trained", "summary.json")
 _BEGUN = (
     *(CONFIG, "history.jsonl", "metrics.jsonl", "eval-*.json", "monitor.json"),
-    *(f"{name}.sqlite*" for name in ("rollouts", "evaluations", "journal")),
-    *("model", "tensorboard", "checkpoints", START, "critic", "critic-start", "reference"),
+    *(f"{name}.sqlite*" for name in ("rollouts", "evaluations", "evaluations-rl", "journal")),
+    *("model", "tensorboard", "checkpoints", START, BEST, "critic", "critic-start", "reference"),
 )
 WRITTEN = (*_BEGUN, *_KEPT, "report.html")
 """What a run writes into its folder, as patterns."""

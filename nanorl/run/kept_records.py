@@ -3,6 +3,7 @@
 rollouts.sqlite     every rollout of RL by its step, tasks, numbers of single tokens
 the same            fingerprints of the policy's weights, the facts `weights/N`
 evaluations.sqlite  the rollouts of evaluations, and eval-NAME.json for `nanorl compare`
+evaluations-rl.sqlite   those of evaluations while RL goes on, and eval-step-N.json, eval-best.json
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from typing import TYPE_CHECKING
 from nanorl.distributed.roles.base import Roles
 from nanorl.distributed.roles.role import Role
 from nanorl.observability.report.evaluation import Evaluation
-from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
+from nanorl.observability.report.observer import (
+    Evaluated,
+    PhaseBegun,
+    RLEvaluated,
+    RunObserver,
+    attempts,
+)
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.results import PHASES
 from nanorl.observability.store import RolloutStore
 from nanorl.options.run_config import RunConfig
-from nanorl.options.store_address import EVALUATIONS_FILE
+from nanorl.options.store_address import EVALUATIONS_FILE, RL_EVALUATIONS_FILE
 
 if TYPE_CHECKING:
     from nanorl.observability.results import StepResult
@@ -70,6 +77,43 @@ class KeptEvaluations(RunObserver):
         title = f"{config.run_dir} ({EVALUATIONS[name]})"
         kept = Evaluation.of(played, title=title, about=about, seconds=evaluated.seconds)
         kept.write(config.run_dir / f"eval-{name}.json")
+
+
+class KeptRLEvaluations(RunObserver):
+    """Keeps the evaluations between steps of RL: the rollouts by the steps that were done, the
+    held-out ones also for `nanorl compare`, the best one under a name of its own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._file = config.run_dir / RL_EVALUATIONS_FILE
+
+    async def on_restore(self, first_step: int) -> None:
+        if self._file.is_file():
+            with RolloutStore(self._file) as store:
+                store.delete_from_step(first_step + 1)
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        config, step = self._config, evaluated.step
+        with RolloutStore(self._file) as store:
+            for played in evaluated.played.values():
+                store.add_tasks([task for task, _ in played])
+                store.add_group([rollout for _, rollout in played], step=step)
+        about = {
+            "model": config.model or config.preset,
+            "phase": "rl",
+            "step": step,
+            "samples_per_task": evaluated.samples,
+            "temperature": evaluated.temperature,
+        }
+        kept = Evaluation.of(
+            evaluated.played["heldout"],
+            title=f"{config.run_dir} (after {step} steps of RL)",
+            about=about,
+            seconds=evaluated.seconds,
+        )
+        kept.write(config.run_dir / f"eval-step-{step}.json")
+        if evaluated.is_best:
+            kept.write(config.run_dir / "eval-best.json")
 
 
 class KeptWeights(RunObserver):

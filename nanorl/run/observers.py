@@ -27,13 +27,18 @@ from nanorl.observability.monitor.monitor import RunMonitor
 from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.live import LiveView
 from nanorl.observability.report.metrics import MetricsWriter
-from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
+from nanorl.observability.report.observer import (
+    Evaluated,
+    PhaseBegun,
+    RLEvaluated,
+    RunObserver,
+)
 from nanorl.observability.report.shown_rollouts import ShownRollouts
 from nanorl.observability.report.tensorboard import TensorBoardFolders
 from nanorl.observability.trackers.run_spans import RunSpans
 from nanorl.observability.trackers.sending import Trackers
 from nanorl.options.parts import Parts
-from nanorl.run.kept_records import KeptEvaluations, KeptRollouts, KeptWeights
+from nanorl.run.kept_records import KeptEvaluations, KeptRLEvaluations, KeptRollouts, KeptWeights
 from nanorl.run.missing_records import METRICS
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ def make_observers(
         live,
         RunMonitor(config.monitor, folder, live, roles.control, goes_on=goes_on),
         KeptEvaluations(config),
+        KeptRLEvaluations(config),
         KeptRollouts(config, roles.store),
         MetricsWriter(folder / METRICS, tensorboard_dir=folder / TENSORBOARD),
         board,
@@ -106,6 +112,10 @@ class Observers(RunObserver):
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         for one in self._observers:
             await one.on_evaluation(evaluated)
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        for one in self._observers:
+            await one.on_rl_evaluation(evaluated)
 
     async def on_step(self, step: StepResult) -> None:
         for one in self._observers:

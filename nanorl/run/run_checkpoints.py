@@ -9,7 +9,13 @@ Left out: what the files look like (nanoengine/state), what a resumed run may ch
 
 from __future__ import annotations
 
-from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, open_checkpoint
+from nanoengine.state.checkpoint import (
+    adopt_checkpoint,
+    delete_checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+)
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.flow.journal import Journal
@@ -18,7 +24,7 @@ from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.results import Phase
 from nanorl.observability.store import RolloutStore
 from nanorl.run.continuation import recorded
-from nanorl.run.cursor import CHECKPOINTS, START, WARMING_UP, Cursor
+from nanorl.run.cursor import BEST, CHECKPOINTS, START, WARMING_UP, Cursor
 from nanorl.run.manifest import model_fingerprint
 from nanorl.run.missing_records import METRICS, missing_records, passed_over
 from nanorl.run.state import RunState
@@ -86,6 +92,16 @@ class RunCheckpoints:
         if config.keep_start and not is_model and newest and latest_checkpoint(kept) is None:
             adopt_checkpoint(newest, kept, state.cursor.to_json())
 
+    def keep_best(self) -> None:
+        """Keep the newest checkpoint as the best one, in place of what was the best. Before the
+        first one, the model's folder is."""
+        newest, kept = latest_checkpoint(self.folder), self._state.dir / BEST
+        if newest is None:
+            return
+        adopt_checkpoint(newest, kept, self._state.cursor.to_json())
+        for older in list_checkpoints(kept)[:-1]:
+            delete_checkpoint(older)
+
     # -- the journal -----------------------------------------------------------------------------
 
     def open_journal(self) -> Journal:
@@ -128,6 +144,8 @@ class RunCheckpoints:
             await state.train(roles.engine.restart, state.parts.rl_config())
         await state.train(roles.engine.load, found)
         self._saved_place = cursor.place
+        if cursor.phase == "rl" and cursor.best.get("step") == cursor.step:
+            self.keep_best()  # killed between the two, only the checkpoint was written
         await state.observers.on_restore(first)
         stored = await roles.store.call(RolloutStore.steps)
         for one in missing_records(state.dir, cursor, stored, first=state.history.first_step):

@@ -90,8 +90,9 @@ def _measured(run: RunState, first: str) -> dict[str, Any]:
 def _about(run: RunState, first: str) -> dict[str, Any]:
     """The other fields: details of the evaluations, the model, the machine and the history."""
     config, totals, results = run.config, run.cursor.totals, run.cursor.results
-    phase = run.cursor.phase
-    return {
+    phase, best = run.cursor.phase, run.cursor.best
+    watched = {"evaluations": run.cursor.evaluations, "best_step": best["step"]} if best else {}
+    return watched | {
         "per_type": per_type(results),
         "phase_wall_s": {
             name.removeprefix("phase_s."): value

@@ -21,16 +21,22 @@ from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.formats.sources import HUB, near, resolve_model
 from nanoengine.optim import DTYPES
-from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
+from nanoengine.state.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    read_cursor,
+)
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.options.parts import model_folder
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import run_tokenizer
 from nanorl.options.trust import readable
-from nanorl.run.cursor import START
+from nanorl.run.cursor import BEST, CHECKPOINTS, START, WARMING_UP, Cursor
+from nanorl.run.history import RunHistory
 
-STAGES = ("untrained", "before", "after")
+STAGES = ("untrained", "before", "after", "best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,8 @@ class SavedModels:
     """A Hugging Face folder, or a checkpoint's."""
     is_checkpoint: bool = False
     run: RunConfig | None = None
+    what: str = "the run has not finished; its newest one"
+    """Says of a checkpoint which one it is."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,9 +59,7 @@ class SavedModels:
     def describe(self) -> str:
         """The trained model in words."""
         if self.is_checkpoint:
-            is_start = self.place.parent.name == START
-            what = "what RL began with" if is_start else "the run has not finished; its newest one"
-            return f"{self.place} (a checkpoint: {what})"
+            return f"{self.place} (a checkpoint: {self.what})"
         return str(self.place)
 
     @contextmanager
@@ -80,7 +86,8 @@ class SavedModels:
 
 def find_models(name: str) -> SavedModels:
     """The models of a run's folder, of a Hugging Face folder, or of a model's name. RUN:before is
-    what RL began with, RUN:untrained what the run began with, RUN:after what came of it.
+    what RL began with, RUN:untrained what the run began with, RUN:after what came of it, RUN:best
+    what its evaluations while RL went on found best, RUN@7 the checkpoint after seven steps of RL.
 
     `ValueError` where there is no such thing, or where a run has not saved anything yet.
     """
@@ -95,6 +102,10 @@ def find_models(name: str) -> SavedModels:
     run = read_run(folder)
     if stage == "before":
         return _before_rl(name, folder, run)
+    if stage == "best":
+        return _best(name, folder, run)
+    if stage.startswith("@"):
+        return _after_steps(name, folder, run, int(stage[1:]))
     if stage == "untrained":
         return SavedModels(name=name, place=model_folder(run), run=run)
     trained = folder / "model-trained"
@@ -110,8 +121,13 @@ def find_models(name: str) -> SavedModels:
 
 
 def _folder_and_stage(name: str) -> tuple[Path, str]:
-    """RUN:STAGE apart, where RUN is a run's folder; a folder may have a colon in its name."""
+    """RUN:STAGE or RUN@7 apart, as (RUN, "STAGE") or (RUN, "@7"), where RUN is a run's folder; a
+    folder may have a colon or an @ in its name."""
     folder = Path(name).expanduser()
+    before, at, step = name.rpartition("@")
+    run = Path(before).expanduser()
+    if at and step.isdigit() and not folder.exists() and _options(run) is not None:
+        return run, f"@{step}"
     before, colon, stage = name.rpartition(":")
     run = Path(before).expanduser()
     if not colon or folder.exists() or _options(run) is None:
@@ -125,13 +141,48 @@ def _before_rl(name: str, folder: Path, run: RunConfig) -> SavedModels:
     """The models that RL began with: its checkpoint's, or the model if no warm start changed it."""
     start = latest_checkpoint(folder / START)
     if start is not None:
-        return SavedModels(name=name, place=start, is_checkpoint=True, run=run)
+        what = "what RL began with"
+        return SavedModels(name=name, place=start, is_checkpoint=True, run=run, what=what)
     if run.warm_start.steps or run.fork:
         raise ValueError(
             f"{name}: the run has not kept what RL began with (--keep-start False), or RL has not "
             f"begun; there is {folder}:untrained"
         )
     return SavedModels(name=name, place=model_folder(run), run=run)
+
+
+def _best(name: str, folder: Path, run: RunConfig) -> SavedModels:
+    """The models of the best evaluation while RL goes on."""
+    best = latest_checkpoint(folder / BEST)
+    if best is not None:
+        what = "the best of its evaluations"
+        return SavedModels(name=name, place=best, is_checkpoint=True, run=run, what=what)
+    file = folder / "eval-best.json"
+    if file.is_file() and Evaluation.read(file).about.get("step") == 0:
+        return _before_rl(name, folder, run)
+    raise ValueError(
+        f"{name}: no evaluation while RL went on has kept a best checkpoint; train with "
+        "--evaluation.every N"
+    )
+
+
+def _after_steps(name: str, folder: Path, run: RunConfig, num_steps: int) -> SavedModels:
+    """The models of the checkpoint after so many steps of RL, if it is still there."""
+    steps = RunHistory(folder).original("rl.steps", run.rl.steps)
+    found: dict[int, Path] = {}
+    for part in (CHECKPOINTS, BEST, START):
+        for one in list_checkpoints(folder / part):
+            cursor = Cursor.from_json(read_cursor(one), rl_steps=steps)
+            if cursor.phase not in WARMING_UP:
+                found[cursor.rl_steps_done] = one
+    if num_steps not in found:
+        there = ", ".join(f"@{step}" for step in sorted(found)) or "none"
+        raise ValueError(
+            f"{name}: no checkpoint after {num_steps} steps of RL; there are: {there}. A run keeps "
+            "the newest ones (--keep-checkpoints), what RL began with, and the best"
+        )
+    place, what = found[num_steps], f"after {num_steps} steps of RL"
+    return SavedModels(name=name, place=place, is_checkpoint=True, run=run, what=what)
 
 
 def read_run(folder: Path) -> RunConfig:

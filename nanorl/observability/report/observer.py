@@ -9,6 +9,7 @@ nanorl/run/observers.py. Each method does nothing unless an observer overrides i
     on_progress         a task of an evaluation or a supervised step is done
     on_warm_step        the numbers of a supervised step
     on_evaluation       a finished evaluation
+    on_rl_evaluation    a finished evaluation between two steps of RL, before on_step of the first
     on_step             a finished step of RL, before the cursor moves and a checkpoint is made
     on_step_kept        the same step, after both
     on_phase_end        a part of the run has ended, well or not
@@ -21,11 +22,12 @@ observer whose failure must not (a tracker, the monitor) catches its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from nanorl.task import Task
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
@@ -57,6 +59,23 @@ class Evaluated:
     step: int
     seconds: float
     result: EvaluationResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLEvaluated:
+    """A finished evaluation while RL goes on, after `step` steps of it.
+
+    `figures` are its numbers by split, `heldout` and `train`, as the curves show them; `played` has
+    the samples of a task beside each other.
+    """
+
+    step: int
+    seconds: float
+    samples: int
+    temperature: float
+    figures: Mapping[str, Mapping[str, float]]
+    played: Mapping[str, Sequence[tuple[Task, Rollout]]]
+    is_best: bool
 
 
 def attempts(step: StepResult) -> list[Rollout]:
@@ -93,6 +112,9 @@ class RunObserver:
 
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         """An evaluation is finished, and its phase has ended."""
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        """An evaluation while RL goes on is finished; its rollouts are trained on by nobody."""
 
     async def on_step(self, step: StepResult) -> None:
         """A step of RL is finished: write it down."""

@@ -79,6 +79,8 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "history": (list,),  # events of nanorl.run.history: how it came to be, with what changed
     "heldout_n_before": (int,),  # another number than heldout_n where it was changed on the way
     "missing": (list,),  # of the records, a sentence for each kind: nanorl/run/missing_records.py
+    "evaluations": (list,),  # while RL went on, by the steps done: sampled success of both splits
+    "best_step": (int,),  # steps of RL done at the best of them, of which RUN:best is the model
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""

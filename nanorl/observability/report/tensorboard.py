@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.observability.report.metrics import TensorBoardWriter
-from nanorl.observability.report.observer import WARM_START, Evaluated, RunObserver
+from nanorl.observability.report.observer import WARM_START, Evaluated, RLEvaluated, RunObserver
 
 
 class TensorBoardFolders(RunObserver):
@@ -37,6 +37,10 @@ class TensorBoardFolders(RunObserver):
 
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         self.write_evaluation(evaluated.phase, evaluated.step, evaluated.result.to_json())
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        for split, numbers in evaluated.figures.items():
+            self.write(f"evaluation/rl_{split}", evaluated.step, numbers)
 
     def write(self, part: str, step: int, values: Mapping[str, Any]) -> None:
         """The finite numbers of `values`, under the tag `part/name`."""

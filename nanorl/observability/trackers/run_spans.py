@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanorl.agents.times import RolloutTimes
 from nanorl.observability.report.metrics import flatten_numbers
-from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver, attempts
+from nanorl.observability.report.observer import (
+    Evaluated,
+    PhaseBegun,
+    RLEvaluated,
+    RunObserver,
+    attempts,
+)
 from nanorl.observability.telemetry import nanoseconds, new_span_id, own
 from nanorl.observability.trackers.sending import FINISH_S, TrackerLine, identity_of
 from nanorl.observability.trackers.span_record import (
@@ -124,6 +130,12 @@ class RunSpans(RunObserver):
         if self.is_on:
             rollouts = [rollout for _, rollout in evaluated.result.played]
             self.rollouts(rollouts, await self._take_times(), step=0, phase=evaluated.phase)
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        if self.is_on:
+            rollouts = [one for played in evaluated.played.values() for _, one in played]
+            times = await self._take_times()
+            self.rollouts(rollouts, times, step=evaluated.step, phase="rl_evaluation")
 
     def step(
         self, name: str, metrics: Mapping[str, Any], parts: Sequence[tuple[str, str]] = ()

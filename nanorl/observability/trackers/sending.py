@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanorl.observability.report.metrics import flatten_numbers
-from nanorl.observability.report.observer import WARM_START, Evaluated, RunObserver, attempts
+from nanorl.observability.report.observer import (
+    WARM_START,
+    Evaluated,
+    RLEvaluated,
+    RunObserver,
+    attempts,
+)
 from nanorl.observability.report.summary import write_atomically
 from nanorl.observability.report.trace import Decode
 from nanorl.observability.trackers.rollout_rows import RolloutRow, rollout_rows
@@ -92,6 +98,9 @@ class Trackers(RunObserver):
         name, result = evaluated.phase, evaluated.result
         self.log(evaluated.step, {"evaluation": {name: result.to_json()}})
         self._log_played(evaluated.step, name, result.played)
+
+    async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+        self.log(evaluated.step, {"evaluation": {"rl": evaluated.figures}})
 
     def _log_played(self, step: int, part: str, played: Sequence[tuple[Task, Rollout]]) -> None:
         if self._lines:  # reading them takes a while

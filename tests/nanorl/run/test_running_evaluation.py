@@ -1,0 +1,208 @@
+"""Evaluation while RL goes on: its figures by hand, the best checkpoint, and that a run which looks
+computes what one computes that does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanorl
+from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
+from nanorl.commands.compare import read_evaluation
+from nanorl.observability.store import RolloutStore
+from nanorl.options.phase_config import EvaluationConfig
+from nanorl.run import running_evaluation
+from nanorl.run.running_evaluation import figures, line
+from nanorl.run.saved_models import find_models
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
+
+OPTIONS: dict[str, Any] = {
+    **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "rl.steps": 5, "save_every": 2},
+    **{"warm_start.steps": 30, "warm_start.traces_per_step": 2, "warm_start.drill_fraction": 0.0},
+    **{"keep_checkpoints": 1},
+    **{"rl.group_size": 8, "rl.algorithm.advantage": "reinforce_pp", "agent.max_turn_tokens": 4},
+}
+FEW = {"num_tasks": 2, "num_tasks_untrained": 1, "num_tasks_no_tool": 1}
+LOOKS = FEW | {"every": 2, "num_tasks_each": 2, "k": 3}
+pytestmark = pytest.mark.xdist_group("heavy")
+
+
+class Say(nanorl.Env):
+    def tasks(self, rng: Any) -> nanorl.Task:
+        return nanorl.Task(f"say {rng.randint(0, 99)}", answer="x")
+
+    def teacher(self, observations: list[str], rng: Any) -> str:
+        return str(rng.choice("xy"))  # right half of the time: RL has something to learn
+
+
+def train(out: Path, **options: Any) -> dict[str, Any]:
+    nanorl.train("tiny", env=Say, out=out, options=OPTIONS | options)
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model-trained" / "model.safetensors").read_bytes()
+
+
+def fingerprints(run: Path, step: int) -> Mapping[str, Any]:
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        found: Mapping[str, Any] = store.facts()[f"weights/{step}"]
+    return found
+
+
+def played(successes: list[int], k: int) -> list[tuple[Task, Rollout]]:
+    """Tasks of k samples each, so many of which succeed."""
+    return [
+        (
+            Task(f"task {i}", answer="x"),
+            Rollout(
+                task_id=Task(f"task {i}", answer="x").task_id,
+                group_id=f"g{i}",
+                rollout_id=f"g{i}-{member}",
+                tokens=[1, 2],
+                loss_mask=[0, 1],
+                logps=[0.0, -0.5],
+                versions=[0, 0],
+                reward=float(member < num),
+                status=Status.FINISHED,
+            ),
+        )
+        for i, num in enumerate(successes)
+        for member in range(k)
+    ]
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_a_hand() -> None:
+    found = figures(played([3, 1, 0], k=4), 2)
+    assert found["success"] == pytest.approx((3 / 4 + 1 / 4 + 0) / 3)
+    # Of four samples two are drawn: with three right one is always among them, with one in half
+    assert found["pass_at_k"] == pytest.approx((1 + (1 - 3 / 6) + 0) / 3)
+    assert found["mean_reward"] == pytest.approx(1 / 3) and found["num_tasks"] == 3
+    # three means: their standard deviation is .3819, 1.96 * .3819 / sqrt(3) = .4322
+    assert found["success_low"] == 0.0
+    assert found["success_high"] == pytest.approx(1 / 3 + 0.4322, abs=1e-4)
+
+
+def test_a_row_is_said_in_words() -> None:
+    one = figures(played([3, 1], k=4), 4)
+    row = {"step": 8, "heldout": one, "train": figures(played([4, 4], k=4), 4)}
+    assert line(row, 4, is_best=True) == (
+        "step 8: held-out 50.0% (95 %: 1.0 to 99.0), pass@4 100.0%; training tasks 100.0%; "
+        "the best so far"
+    )
+    assert "pass@" not in line(row, 1, is_best=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": 4, "temperature": 0.0}, "greedy samples are all alike"),
+        ({"every": -1}, "must be 0 or more"),
+        ({"k": 0}, "must be 1 or more"),
+        ({"temperature": float("nan")}, "finite"),
+        ({"num_tasks_each": 0}, "must be 1 or more"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EvaluationConfig(**options)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("plain") / "run"
+    train(out, evaluation=FEW)
+    return out
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out success after 0, 2, 4 and 5 steps: .1, .5, .5 and .3."""
+    scores = {0: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.3}
+    real = running_evaluation.figures
+
+    def figures_of(pairs: list[tuple[Task, Rollout]], k: int) -> dict[str, float]:
+        group = pairs[0][1].group_id  # eval-rl2-heldout-0
+        step, split = group.removeprefix("eval-rl").split("-")[:2]
+        success = scores[int(step)] if split == "heldout" else 0.9
+        return real(pairs, k) | {"success": success}
+
+    monkeypatch.setattr(running_evaluation, "figures", figures_of)
+
+
+def test_a_run_that_looks_computes_what_one_computes_that_does_not(
+    plain: Path, scripted: None, tmp_path: Path
+) -> None:
+    summary = train(tmp_path / "run", evaluation=LOOKS)
+    assert weights(tmp_path / "run") == weights(plain)
+    for step in range(6):
+        assert fingerprints(tmp_path / "run", step) == fingerprints(plain, step)
+    assert [row["step"] for row in summary["evaluations"]] == [0, 2, 4, 5]
+    assert summary["best_step"] == 2  # the first of two that are equally good
+    assert "evaluations" not in json.loads((plain / "summary.json").read_text())
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "While it learnt" in page and "after 2 steps: 50.0 %" in page
+    assert "While it learnt" not in (plain / "report.html").read_text()
+    with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
+        entries = store.entries()
+    assert len(entries) == 4 * 2 * 2 * 3 and {one.step for one in entries} == {0, 2, 4, 5}
+
+
+def test_the_best_checkpoint_is_kept_by_its_name_and_the_others_by_their_steps(
+    scripted: None, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(run, evaluation=LOOKS)
+    kept = find_models(f"{run}:best")
+    assert kept.is_checkpoint and kept.place.parent == run / "best"
+    assert len(list_checkpoints(run / "best")) == 1
+    assert open_checkpoint(kept.place).meta["cursor"]["step"] == 2
+    with kept.folder() as folder:
+        from nanoengine.formats.hf import load_model
+        from nanorl.run.manifest import model_fingerprint
+
+        model, last = load_model(folder), load_model(run / "model-trained")
+        assert model_fingerprint(folder) == model_fingerprint(run / "model-trained")
+        pairs = zip(model.parameters(), last.parameters(), strict=True)
+        assert any(not one.equal(other) for one, other in pairs)
+    assert find_models(f"{run}@2").place == kept.place
+    assert find_models(f"{run}@5").describe().endswith("(a checkpoint: after 5 steps of RL)")
+    assert find_models(f"{run}@0").place.parent == run / "start"
+    with pytest.raises(ValueError, match=r"no checkpoint after 4 .* there are: @0, @2, @5"):
+        find_models(f"{run}@4")
+    before, best = read_evaluation(f"{run}@0"), read_evaluation(f"{run}:best")
+    assert [one.task_id for one in before.scores] == [one.task_id for one in best.scores]
+    assert before.about["step"] == 0 and best.about["step"] == 2
+    assert best.about["samples_per_task"] == 3 and best.about["temperature"] == 1.0
+
+
+def test_a_run_that_never_looked_says_how_to_keep_the_best(plain: Path) -> None:
+    with pytest.raises(ValueError, match=r"--evaluation\.every N"):
+        find_models(f"{plain}:best")
+
+
+def test_a_resumed_run_has_the_evaluations_of_one_that_was_not_stopped(
+    scripted: None, tmp_path: Path
+) -> None:
+    whole = train(tmp_path / "whole", evaluation=LOOKS)
+    train(tmp_path / "cut", **{"rl.steps": 3}, evaluation=LOOKS)
+    resumed = train(tmp_path / "cut", evaluation=LOOKS, resume=True)
+
+    def curve(summary: dict[str, Any]) -> list[Any]:
+        rows = [row for row in summary["evaluations"] if row["step"] != 3]  # its last step then
+        return [(row["step"], row["heldout"]["num_tasks"]) for row in rows]
+
+    assert curve(resumed) == curve(whole)
+    assert resumed["best_step"] == whole["best_step"] == 2
