@@ -50,7 +50,8 @@ class RunningEvaluation:
         state, options, start = self._state, self._options, time.perf_counter()
         played = {split: await self._play_split(split, num_steps) for split in SPLITS}
         found = {split: figures(pairs, options.k) for split, pairs in played.items()}
-        row = {"step": num_steps, **found, "seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        row: dict[str, Any] = {"step": num_steps, **found, "seconds": seconds}
         best = state.cursor.best
         is_best = not best or row["heldout"]["success"] > best["heldout"]["success"]
         state.cursor.evaluations.append(row)
@@ -59,7 +60,7 @@ class RunningEvaluation:
         await state.observers.on_rl_evaluation(
             RLEvaluated(
                 step=num_steps,
-                seconds=row["seconds"],
+                seconds=seconds,
                 samples=options.k,
                 temperature=options.temperature,
                 figures=found,

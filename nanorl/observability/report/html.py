@@ -211,8 +211,8 @@ def progress_section(rows: Sequence[Mapping[str, Any]], best_step: int | None) -
         if best is None
         else (
             f" The best on held-out tasks was after {best_step} steps: "
-            f"{100 * best['success']:.1f} % (95 %: {100 * best['success_low']:.1f} to {100 * best['success_high']:.1f}); its "
-            "checkpoint is kept as best."
+            f"{100 * best['success']:.1f} % (95 %: {100 * best['success_low']:.1f} to "
+            f"{100 * best['success_high']:.1f}); its checkpoint is kept as best."
         )
     )
     return (
