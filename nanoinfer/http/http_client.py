@@ -7,14 +7,14 @@
 The messages are those of http.client, the waiting is asyncio's: whoever cancels a call closes its
 connection, by which the server knows. No redirect is followed, and no proxy of the environment is
 asked: it could not reach this machine.
-Left out: connections that are kept, streams, cookies, redirects, and servers that leave open what
-they were asked to close.
+Left out: connections that are kept, streams, cookies, redirects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 _CHUNK_BYTES = 1 << 16
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n|$)", re.IGNORECASE)
 PORTS = {"http": 80, "https": 443}
 
 
@@ -106,14 +107,24 @@ class HttpClient:
         return wire.getvalue()
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
-        """All that comes until the server closes the connection, as it was asked to."""
+        """All that comes until the answer is whole, or the server closes the connection."""
         received = bytearray()
         with suppress(ConnectionError):  # one that did not want the whole body may reset it then
             while part := await reader.read(_CHUNK_BYTES):
                 received += part
                 if len(received) > self.max_bytes:
                     raise ValueError(f"the answer is more than {self.max_bytes} bytes")
+                if _is_whole(received):
+                    break
         return bytes(received)
+
+
+def _is_whole(received: bytearray) -> bool:
+    """Say whether as much is there as the head announces: a server may leave a connection open that
+    it was asked to close."""
+    end = received.find(b"\r\n\r\n")
+    size = _LENGTH.search(received, 0, end) if end >= 0 else None
+    return size is not None and len(received) >= end + 4 + int(size[1])
 
 
 class _Wire(BytesIO):

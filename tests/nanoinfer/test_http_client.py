@@ -66,6 +66,27 @@ def test_an_answer_is_read_whole_in_every_form(form: str) -> None:
     assert request.count(b"\r\nHost: 127.0.0.1:") == 1
 
 
+def test_a_server_may_leave_open_what_it_was_asked_to_close() -> None:
+    """The answer is whole when it has its length: nobody waits for the end of the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b"Content-Length:  4\r\nServer: x\r\n\r\nwe")
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(b"ll")
+        await reader.read()  # until the client closes
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            reply = await HttpClient(address=f"http://{place}").ask("GET", "/")
+            assert reply == (200, "OK", b"well")
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_no_answer_is_one_error(fault: str) -> None:
     answer, message = FAULTS[fault]
