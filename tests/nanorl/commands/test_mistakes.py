@@ -326,7 +326,7 @@ def test_a_package_that_is_not_installed_is_named_with_what_installs_it(
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     if ours:  # other tests may have imported it, what it imports, and the commands that name both
-        rooms = (f"{ours.rpartition('.')[0]}.", "nanorl.commands.")
+        rooms = (f"{ours.rpartition('.')[0]}.", "nanorl.commands.", "nanoinfer.http.")
         for one in [one for one in sys.modules if one.startswith(rooms)]:
             monkeypatch.delitem(sys.modules, one)
     message = said(tuple(f"runs/{name}" if word == "OUT" else word for word in words), capsys)
