@@ -104,6 +104,7 @@ WRITTEN_TWICE = {
     "seed": "of the run, and of its held-out list",
     "algorithm": "of the run a recipe's name, of its RL phase the recipe filled in",
     "quantization": "of the rollout engine, among the sizes of both engines of a run",
+    "temperature": "of rollouts that are trained on, and of those that are only looked at",
     "engine": "a run has engines of two kinds; a sandbox's is the one that runs containers",
     **dict.fromkeys(
         ("timeout_s", "python", "image"),
