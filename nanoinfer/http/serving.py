@@ -59,10 +59,9 @@ class ServerInLoop(uvicorn.Server):
     async def begin(self) -> None:
         """Take connections; returns once it does."""
         self._task = asyncio.create_task(self.serve(sockets=[self._listener]))
+        # One that is told to stop before it listens leaves its socket.
         while not (self.started or self._task.done()):
-            await asyncio.sleep(
-                0.01
-            )  # one that is told to stop before it listens leaves its socket
+            await asyncio.sleep(0.01)
 
     async def end(self, *, at_once: bool) -> None:
         """Stop listening. What ended a server is no reason for its loop to fail."""

@@ -22,6 +22,7 @@ from nanoengine.command_line import program
 from nanorl.observability.report.comparison import PairedComparison, comparison_text
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.report.summary import EVALUATIONS
+from nanorl.run.cursor import BEST, run_and_place
 
 PREFERRED = ("eval.json", "eval-after.json", "eval-before.json", "eval-untrained.json")
 
@@ -60,14 +61,26 @@ def read_evaluation(name: str) -> Evaluation:
     return result
 
 
+def _best_step(run: Path) -> int:
+    """The steps of RL that were done at the best evaluation. ValueError where none was kept."""
+    from nanoengine.state.checkpoint import latest_checkpoint, read_cursor  # here: it imports torch
+
+    best = latest_checkpoint(run / BEST)
+    if best is None:
+        raise ValueError(f"{run}:best: there is none; train with --evaluation.every N")
+    return int(read_cursor(best)["best"]["step"])
+
+
 def _file(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    folder, at, step = name.rpartition("@")
-    if at and step.isdigit() and not path.exists():
+    folder, step = run_and_place(name)
+    if step.isdigit():
         name = f"{folder}:step-{step}"
     folder, colon, phase = name.rpartition(":")
+    if phase == "best":
+        phase = f"step-{_best_step(Path(folder))}"
     if colon and not path.exists():
         path, wanted = Path(folder), [f"eval-{phase}.json"]
     else:

@@ -22,7 +22,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +40,14 @@ from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import write_atomically
 from nanorl.options.run_config import RunConfig, flatten
 from nanorl.options.trust import remember, require
-from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
+from nanorl.run.cursor import (
+    AFTER_RL,
+    CHECKPOINTS,
+    START,
+    WARMING_UP,
+    Cursor,
+    run_and_place,
+)
 from nanorl.run.history import Event, EventKind, RunHistory
 
 Changes = dict[str, tuple[Any, Any]]
@@ -277,15 +284,13 @@ class Origin:
 
 def find_origin(text: str) -> Origin:
     """Find the checkpoint that RUN, RUN@7 or RUN@done names. ValueError says which there are."""
-    folder, _, place = text.rpartition("@")
-    if not folder or Path(text).is_dir():  # a folder may have an @ in its name
-        folder, place = text, ""
+    folder, place = run_and_place(text)
     run = Path(folder)
     config = read_config(run, flag=f"--fork {text}")
     found = [
-        Origin(run=run, config=config, checkpoint=one, cursor=_cursor_of(one, run, config))
+        Origin(run=run, config=config, checkpoint=one, cursor=cursor)
         # The one with which RL began first: of two at a place the run's newest is taken.
-        for one in (*list_checkpoints(run / START), *list_checkpoints(run / "checkpoints"))
+        for one, cursor in saved_places(run, config, (START, CHECKPOINTS))
     ]
     if place and place != "done" and not place.isdigit():
         raise ValueError(f"--fork {text}: give a number of RL steps after the @, or done")
@@ -307,6 +312,15 @@ def _why_not(place: str, config: RunConfig) -> str:
         f"{config.keep_checkpoints}, one every --save-every {config.save_every} steps and one at "
         "the end of each phase"
     )
+
+
+def saved_places(
+    run: Path, config: RunConfig, folders: Sequence[str]
+) -> Iterator[tuple[Path, Cursor]]:
+    """The checkpoints in these folders of a run, each with where the run stood."""
+    for name in folders:
+        for one in list_checkpoints(run / name):
+            yield one, _cursor_of(one, run, config)
 
 
 def _cursor_of(checkpoint: Path, run: Path, config: RunConfig) -> Cursor:
@@ -358,6 +372,8 @@ def take_over(config: RunConfig) -> None:
         cursor.tasks = ""  # the run notes its own
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
+        cursor.evaluations.clear()
+    cursor.best = {}  # its checkpoint is that run's
     cursor.options, cursor.num_starts = recorded(config), 0
     cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger
     adopt_checkpoint(origin.checkpoint, target / "checkpoints", cursor.to_json())

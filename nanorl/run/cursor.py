@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nanorl.observability.results import PHASES, Phase
@@ -21,6 +22,15 @@ BEST = "best"
 """The folder of the checkpoint that its evaluations while RL goes on found best."""
 WARMING_UP: tuple[Phase, ...] = ("untrained", "warm_start")
 AFTER_RL: tuple[Phase, ...] = ("after", "no_tool", "done")
+
+
+def run_and_place(text: str) -> tuple[str, str]:
+    """RUN@7 apart, as ("RUN", "7"); without a place (RUN, ""). A folder may have an @ in its
+    name."""
+    folder, _, place = text.rpartition("@")
+    if not folder or Path(text).expanduser().exists():
+        return text, ""
+    return folder, place
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 rollouts.sqlite     every rollout of RL by its step, tasks, numbers of single tokens
 the same            fingerprints of the policy's weights, the facts `weights/N`
 evaluations.sqlite  the rollouts of evaluations, and eval-NAME.json for `nanorl compare`
-evaluations-rl.sqlite   those of evaluations while RL goes on, and eval-step-N.json, eval-best.json
+evaluations-rl.sqlite   those of evaluations while RL goes on, and eval-step-N.json
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class KeptEvaluations(RunObserver):
 
 class KeptRLEvaluations(RunObserver):
     """Keeps the evaluations between steps of RL: the rollouts by the steps that were done, the
-    held-out ones also for `nanorl compare`, the best one under a name of its own."""
+    held-out ones also for `nanorl compare`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -112,8 +112,6 @@ class KeptRLEvaluations(RunObserver):
             seconds=evaluated.seconds,
         )
         kept.write(config.run_dir / f"eval-step-{step}.json")
-        if evaluated.is_best:
-            kept.write(config.run_dir / "eval-best.json")
 
 
 class KeptWeights(RunObserver):

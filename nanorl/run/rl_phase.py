@@ -3,11 +3,11 @@
 The order in which a step takes effect, which going on after a kill depends on:
 
     trainer.py        the optimizer has made its step, the replicas have the weights
-    an evaluation     where one is due
     on_step           rollouts stored, then the row of metrics.jsonl, then copies for others
     the cursor        moves behind the step
     a checkpoint      every `save_every` steps; at the last step the phase saves at its end
     on_step_kept      the step is shown
+    an evaluation     where one is due (running_evaluation.py); one that is broken off is made anew
 
 Left out: the loop itself (trainer.py).
 """
@@ -55,8 +55,6 @@ class RLPhase:
         state.cursor.rl_steps = steps
         state.cursor.next_phase()
         await self._checkpoints.save()
-        if state.cursor.best.get("step") == steps:
-            self._checkpoints.keep_best()
         self._checkpoints.critic = None
         self._checkpoints.close_journal()
 
@@ -69,11 +67,10 @@ class RLPhase:
         with Scheduler(backend="inline") as scheduler:
             trainer = self._make_trainer(scheduler, reference)
             trainer.load(state.cursor.flow)
-            is_new = not state.cursor.step and not state.cursor.evaluations
-            if is_new and await self._evaluate(0):
-                checkpoints.keep_best()
+            await self._evaluate()
             await self._measures.begin()
-            await trainer.fit(state.cursor.step, partial(self._finish_step, trainer))
+            finish = partial(self._finish_step, trainer)
+            await trainer.fit(state.cursor.step, finish, self._evaluate)
 
     def _make_trainer(self, scheduler: Scheduler, reference: Policy | None) -> Trainer:
         state, config, roles = self._state, self._state.config, self._state.roles
@@ -106,25 +103,21 @@ class RLPhase:
         state, config = self._state, self._state.config
         state.cursor.flow = trainer.state
         step.metrics.update(await self._measures.take(step.metrics))
-        is_best = await self._evaluate(step.step + 1)
         await state.observers.on_step(step)
         self._count(step)
         state.cursor.step = step.step + 1
         is_last = state.cursor.step == config.rl.steps  # then the phase saves at its end
-        if is_best and not is_last:
-            await self._checkpoints.save()
-            self._checkpoints.keep_best()
-        elif state.cursor.step % config.save_every == 0 and not is_last:
+        if state.cursor.step % config.save_every == 0 and not is_last:
             await self._checkpoints.save(in_background=config.saves_in_background)
         await state.observers.on_step_kept(step)
 
-    async def _evaluate(self, num_steps: int) -> bool:
-        """Evaluate the policy if that is due. True where it is the best so far."""
-        if not self._evaluation.is_due(num_steps):
-            return False
-        is_best = await self._evaluation.play(num_steps)
+    async def _evaluate(self) -> None:
+        """Evaluate the policy if that is due, and keep the checkpoint of the best one."""
+        if not self._evaluation.is_due:
+            return
+        if await self._evaluation.play():
+            await self._checkpoints.save_best()
         await self._measures.begin()  # its rollouts are of no step
-        return is_best
 
     def _count(self, step: StepResult) -> None:
         """Add the step to the totals, which summary.json tells."""

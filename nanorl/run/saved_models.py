@@ -23,9 +23,7 @@ from nanoengine.formats.sources import HUB, near, resolve_model
 from nanoengine.optim import DTYPES
 from nanoengine.state.checkpoint import (
     latest_checkpoint,
-    list_checkpoints,
     open_checkpoint,
-    read_cursor,
 )
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.observability.report.evaluation import Evaluation
@@ -33,8 +31,8 @@ from nanorl.options.parts import model_folder
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import run_tokenizer
 from nanorl.options.trust import readable
-from nanorl.run.cursor import BEST, CHECKPOINTS, START, WARMING_UP, Cursor
-from nanorl.run.history import RunHistory
+from nanorl.run.continuation import saved_places
+from nanorl.run.cursor import BEST, CHECKPOINTS, START, WARMING_UP, run_and_place
 
 STAGES = ("untrained", "before", "after", "best")
 
@@ -124,9 +122,9 @@ def _folder_and_stage(name: str) -> tuple[Path, str]:
     """RUN:STAGE or RUN@7 apart, as (RUN, "STAGE") or (RUN, "@7"), where RUN is a run's folder; a
     folder may have a colon or an @ in its name."""
     folder = Path(name).expanduser()
-    before, at, step = name.rpartition("@")
+    before, step = run_and_place(name)
     run = Path(before).expanduser()
-    if at and step.isdigit() and not folder.exists() and _options(run) is not None:
+    if step.isdigit() and _options(run) is not None:
         return run, f"@{step}"
     before, colon, stage = name.rpartition(":")
     run = Path(before).expanduser()
@@ -154,27 +152,22 @@ def _before_rl(name: str, folder: Path, run: RunConfig) -> SavedModels:
 def _best(name: str, folder: Path, run: RunConfig) -> SavedModels:
     """The models of the best evaluation while RL goes on."""
     best = latest_checkpoint(folder / BEST)
-    if best is not None:
-        what = "the best of its evaluations"
-        return SavedModels(name=name, place=best, is_checkpoint=True, run=run, what=what)
-    file = folder / "eval-best.json"
-    if file.is_file() and Evaluation.read(file).about.get("step") == 0:
-        return _before_rl(name, folder, run)
-    raise ValueError(
-        f"{name}: no evaluation while RL went on has kept a best checkpoint; train with "
-        "--evaluation.every N"
-    )
+    if best is None:
+        raise ValueError(
+            f"{name}: no evaluation while RL went on has kept a best checkpoint; train with "
+            "--evaluation.every N"
+        )
+    what = "the best of its evaluations"
+    return SavedModels(name=name, place=best, is_checkpoint=True, run=run, what=what)
 
 
 def _after_steps(name: str, folder: Path, run: RunConfig, num_steps: int) -> SavedModels:
     """The models of the checkpoint after so many steps of RL, if it is still there."""
-    steps = RunHistory(folder).original("rl.steps", run.rl.steps)
-    found: dict[int, Path] = {}
-    for part in (CHECKPOINTS, BEST, START):
-        for one in list_checkpoints(folder / part):
-            cursor = Cursor.from_json(read_cursor(one), rl_steps=steps)
-            if cursor.phase not in WARMING_UP:
-                found[cursor.rl_steps_done] = one
+    found = {
+        cursor.rl_steps_done: one
+        for one, cursor in saved_places(folder, run, (CHECKPOINTS, BEST, START))
+        if cursor.phase not in WARMING_UP
+    }
     if num_steps not in found:
         there = ", ".join(f"@{step}" for step in sorted(found)) or "none"
         raise ValueError(

@@ -54,6 +54,7 @@ from nanorl.types import Rollout
 from nanosched import ActorHandle, TaskError
 
 OnStep = Callable[[StepResult], Awaitable[None]]
+Pause = Callable[[], Awaitable[None]]
 SCORES = "scores"
 
 
@@ -112,14 +113,15 @@ class Trainer:
             self._cursor = QueueCursor.from_json(state["queue"])
             self.tasks.load(state["curriculum"])
 
-    async def fit(self, first_step: int, on_step: OnStep) -> None:
-        """Run steps `first_step` .. `rl.steps - 1`; `on_step` sees each one before the next."""
+    async def fit(self, first_step: int, on_step: OnStep, pause: Pause | None = None) -> None:
+        """Run steps `first_step` .. `rl.steps - 1`; `on_step` sees each one before the next. Then
+        `pause` is awaited, which may be cancelled: the step is whole without it."""
         try:
-            await self._fit(first_step, on_step)
+            await self._fit(first_step, on_step, pause)
         except TaskError as error:
             raise error.cause from None  # what the user reads is the actor's own error
 
-    async def _fit(self, first_step: int, on_step: OnStep) -> None:
+    async def _fit(self, first_step: int, on_step: OnStep, pause: Pause | None) -> None:
         flow = self._open_flow(first_step)
         await self.learner.call(Learner.publish, first_step)
         workers = [asyncio.create_task(self._produce(flow))]
@@ -128,6 +130,9 @@ class Trainer:
         try:
             for step in range(first_step, self.config.rl.steps):
                 await self._step(step, flow, workers, on_step)
+                if pause is not None:
+                    await pause()
+                flow.staleness.advance(step + 1)
         finally:
             for worker in workers:
                 worker.cancel()
@@ -246,7 +251,6 @@ class Trainer:
         # Weights, cursor and records would disagree if it were cut in two.
         await to_the_end(self._finish_step(step, batch, probe, metrics, start, on_step, flow))
         flow.probe.note_step(clock() - start)
-        flow.staleness.advance(step + 1)
 
     async def _finish_step(
         self,

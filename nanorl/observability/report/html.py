@@ -16,8 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.observability.report.charts import (
-    Chart,
-    Series,
     build_charts,
     duration,
     is_flat,
@@ -28,6 +26,7 @@ from nanorl.observability.report.charts import (
 )
 from nanorl.observability.report.examples import Example, Rate
 from nanorl.observability.report.markup import element, table, text
+from nanorl.observability.report.rl_evaluations import progress_section
 from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.observability.report.trace import Decode, Segment, TokenView, trace_rollout
 from nanorl.types import REWARD_PART, Branch, Rollout, Status
@@ -186,40 +185,6 @@ def _gap_tiles(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("Log-prob gap, mean", number(summary.get("logp_gap_mean")), "nats"),
         ("Gap measured on", "–" if share is None else f"{100 * share:.0f}", "% of tokens"),
     ]
-
-
-def progress_section(rows: Sequence[Mapping[str, Any]], best_step: int | None) -> str:
-    """Sampled success while RL went on, a point an evaluation; empty where there was none."""
-    if not rows:
-        return ""
-    labels = {"success": "pass@1", "pass_at_k": "pass@k"}
-    splits = {"heldout": "held-out", "train": "training tasks"}
-    series = tuple(
-        Series(label=f"{title}, {label}", values=tuple(row[split][name] for row in rows))
-        for split, title in splits.items()
-        for name, label in labels.items()
-    )
-    chart = Chart(
-        title="Sampled success while RL went on",
-        steps=tuple(row["step"] for row in rows),
-        series=series,
-        is_fraction=True,
-    )
-    best = next((row["heldout"] for row in rows if row["step"] == best_step), None)
-    said = (
-        ""
-        if best is None
-        else (
-            f" The best on held-out tasks was after {best_step} steps: "
-            f"{100 * best['success']:.1f} % (95 %: {100 * best['success_low']:.1f} to "
-            f"{100 * best['success_high']:.1f}); its checkpoint is kept as best."
-        )
-    )
-    return (
-        '<section id="progress"><h2>While it learnt</h2><p>Tasks played between the steps of RL, '
-        f"sampled and trained on by nobody; the first point is before RL.{said}</p>"
-        f'<div class="charts">{line_chart(chart)}</div></section>'
-    )
 
 
 def curves_section(rows: Sequence[Mapping[str, Any]]) -> str:

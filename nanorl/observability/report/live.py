@@ -127,7 +127,8 @@ class LiveView(RunObserver):
             )
 
     def on_progress(self, title: str, metrics: Mapping[str, float]) -> None:
-        self.advance(title, metrics=metrics)
+        if title in self._phases:  # what RL does between its steps has no bar
+            self.advance(title, metrics=metrics)
 
     async def on_step_kept(self, step: StepResult) -> None:
         shown = {name: step.metrics[name] for name in SHOWN if name in step.metrics}

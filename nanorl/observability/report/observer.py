@@ -9,9 +9,9 @@ nanorl/run/observers.py. Each method does nothing unless an observer overrides i
     on_progress         a task of an evaluation or a supervised step is done
     on_warm_step        the numbers of a supervised step
     on_evaluation       a finished evaluation
-    on_rl_evaluation    a finished evaluation between two steps of RL, before on_step of the first
     on_step             a finished step of RL, before the cursor moves and a checkpoint is made
     on_step_kept        the same step, after both
+    on_rl_evaluation    a finished evaluation between two steps of RL, after all of the first
     on_phase_end        a part of the run has ended, well or not
     __aexit__           the run ends, also with an error
 
@@ -75,7 +75,6 @@ class RLEvaluated:
     temperature: float
     figures: Mapping[str, Mapping[str, float]]
     played: Mapping[str, Sequence[tuple[Task, Rollout]]]
-    is_best: bool
 
 
 def attempts(step: StepResult) -> list[Rollout]:

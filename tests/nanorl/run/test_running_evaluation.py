@@ -13,10 +13,10 @@ import pytest
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanorl.commands.compare import read_evaluation
+from nanorl.observability.report.rl_evaluations import figures, line
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
 from nanorl.run import running_evaluation
-from nanorl.run.running_evaluation import figures, line
 from nanorl.run.saved_models import find_models
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -94,12 +94,12 @@ def test_figures_are_those_of_a_hand() -> None:
 
 def test_a_row_is_said_in_words() -> None:
     one = figures(played([3, 1], k=4), 4)
-    row = {"step": 8, "heldout": one, "train": figures(played([4, 4], k=4), 4)}
-    assert line(row, 4, is_best=True) == (
+    row = {"step": 8, "k": 4, "heldout": one, "train": figures(played([4, 4], k=4), 4)}
+    assert line(row, is_best=True) == (
         "step 8: held-out 50.0% (95 %: 1.0 to 99.0), pass@4 100.0%; training tasks 100.0%; "
         "the best so far"
     )
-    assert "pass@" not in line(row, 1, is_best=False)
+    assert "pass@" not in line(row | {"k": 1}, is_best=False)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_run_that_looks_computes_what_one_computes_that_does_not(
     assert summary["best_step"] == 2  # the first of two that are equally good
     assert "evaluations" not in json.loads((plain / "summary.json").read_text())
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "While it learnt" in page and "after 2 steps: 50.0 %" in page
+    assert "While it learnt" in page and "after 2 steps: 50.0%" in page
     assert "While it learnt" not in (plain / "report.html").read_text()
     with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
         entries = store.entries()
