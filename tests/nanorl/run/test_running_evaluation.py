@@ -3,7 +3,10 @@ computes what one computes that does not."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,15 @@ import pytest
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
+from nanoengine.stop_signals import Interrupted
 from nanorl.commands.compare import read_evaluation
+from nanorl.observability.report.observer import RLEvaluated, RunObserver
 from nanorl.observability.report.rl_evaluations import figures, line
+from nanorl.observability.results import StepResult
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
-from nanorl.run import running_evaluation
+from nanorl.run import running_evaluation, state
+from nanorl.run.observers import make_observers
 from nanorl.run.saved_models import find_models
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -130,7 +137,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out success after 0, 2, 4 and 5 steps: .1, .5, .5 and .3."""
-    scores = {0: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.3}
+    scores = {0: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.3, 6: 0.2}
     real = running_evaluation.figures
 
     def figures_of(pairs: list[tuple[Task, Rollout]], k: int) -> dict[str, float]:
@@ -206,3 +213,90 @@ def test_a_resumed_run_has_the_evaluations_of_one_that_was_not_stopped(
 
     assert curve(resumed) == curve(whole)
     assert resumed["best_step"] == whole["best_step"] == 2
+
+
+def test_an_evaluation_comes_after_all_of_the_step_before_it(
+    scripted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker whose steps only rise drops what comes late."""
+    events: list[tuple[str, int]] = []
+
+    class Witness(RunObserver):
+        async def on_step(self, step: StepResult) -> None:
+            events.append(("step", step.step))
+
+        async def on_rl_evaluation(self, evaluated: RLEvaluated) -> None:
+            events.append(("evaluation", evaluated.step))
+
+    monkeypatch.setattr(
+        state, "make_observers", lambda *parts: [*make_observers(*parts), Witness()]
+    )
+    train(tmp_path / "run", evaluation=LOOKS)
+    steps = [("step", step) for step in range(5)]
+    assert [one for one in events if one[0] == "step"] == steps
+    places = [events.index(("evaluation", step)) for step in (0, 2, 4, 5)]
+    assert places == [0, 3, 6, 8]  # before all, and behind steps 1, 3 and 4
+
+
+def test_an_evaluation_that_is_broken_off_is_made_when_the_run_goes_on(
+    scripted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while it plays: the step before it is whole, and no training waits for its end."""
+    whole = train(tmp_path / "whole", evaluation=LOOKS)
+    real = running_evaluation.evaluate
+    begun: list[str] = []
+
+    async def evaluate(*args: Any, name: str, **options: Any) -> Any:
+        begun.append(name)
+        if name == "rl2-heldout":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)  # it does not end by itself
+        return await real(*args, name=name, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(running_evaluation, "evaluate", evaluate)
+        train(tmp_path / "cut", evaluation=LOOKS)
+    assert begun == ["rl0-heldout", "rl0-train", "rl2-heldout"]
+    resumed = train(tmp_path / "cut", evaluation=LOOKS, resume=True)
+    assert [row["step"] for row in resumed["evaluations"]] == [0, 2, 4, 5]
+    assert resumed["best_step"] == whole["best_step"]
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    assert (
+        open_checkpoint(find_models(f"{tmp_path / 'cut'}:best").place).meta["cursor"]["step"] == 2
+    )
+
+
+def test_a_run_without_rl_looks_at_nothing(tmp_path: Path) -> None:
+    summary = train(tmp_path / "run", **{"rl.steps": 0}, evaluation=LOOKS)
+    assert "evaluations" not in summary and summary["steps"] == 0
+
+
+def test_a_short_list_of_training_tasks_counts_each_once(scripted: None, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {i}", "answer": "x"} for i in range(5)]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(row | {"split": "train"}) + "\n" for row in rows))
+    options = {"tasks": str(tasks), "rl.steps": 2}
+    summary = train(tmp_path / "run", evaluation=LOOKS | {"num_tasks_each": 50}, **options)
+    (first, *_) = summary["evaluations"]
+    assert first["train"]["num_tasks"] + first["heldout"]["num_tasks"] == 5
+    with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
+        played = [one for one in store.entries() if one.step == 0]
+    assert len(played) == 5 * 3
+
+
+def test_a_fork_has_a_best_of_its_own(scripted: None, tmp_path: Path) -> None:
+    train(tmp_path / "run", evaluation=LOOKS)
+    forked = train(
+        tmp_path / "fork", fork=f"{tmp_path / 'run'}@5", **{"rl.steps": 6}, evaluation=LOOKS
+    )
+    assert [row["step"] for row in forked["evaluations"]] == [0, 2, 4, 5, 6]
+    assert forked["best_step"] == 6  # the better ones are of a run whose checkpoints it has not
+    assert find_models(f"{tmp_path / 'fork'}:best").place.is_relative_to(tmp_path / "fork")
+
+
+def test_an_asynchronous_run_looks_with_the_weights_that_the_step_left(tmp_path: Path) -> None:
+    train(tmp_path / "run", **{"rl.max_staleness": 1}, evaluation=LOOKS)
+    with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
+        for entry in store.entries():
+            versions = {v for v in store.get(entry.rollout_id).versions if v >= 0}
+            assert versions == {entry.step}
