@@ -272,13 +272,14 @@ def test_a_run_without_rl_looks_at_nothing(tmp_path: Path) -> None:
 
 
 def test_a_short_list_of_training_tasks_counts_each_once(scripted: None, tmp_path: Path) -> None:
-    rows = [{"prompt": f"say {i}", "answer": "x"} for i in range(5)]
+    splits = ["train"] * 4 + ["heldout"]
+    rows = [{"prompt": f"say {i}", "answer": "x", "split": one} for i, one in enumerate(splits)]
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps(row | {"split": "train"}) + "\n" for row in rows))
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"tasks": str(tasks), "rl.steps": 2}
     summary = train(tmp_path / "run", evaluation=LOOKS | {"num_tasks_each": 50}, **options)
     (first, *_) = summary["evaluations"]
-    assert first["train"]["num_tasks"] + first["heldout"]["num_tasks"] == 5
+    assert first["train"]["num_tasks"] == 4 and first["heldout"]["num_tasks"] == 1
     with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
         played = [one for one in store.entries() if one.step == 0]
     assert len(played) == 5 * 3
