@@ -23,8 +23,9 @@ from nanorl.observability.results import StepResult
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
 from nanorl.run import running_evaluation, state
+from nanorl.run.kept_records import KeptRLEvaluations
 from nanorl.run.observers import make_observers
-from nanorl.run.saved_models import find_models
+from nanorl.run.saved_models import find_models, read_run
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
 
@@ -165,6 +166,10 @@ def test_a_run_that_looks_computes_what_one_computes_that_does_not(
     with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
         entries = store.entries()
     assert len(entries) == 4 * 2 * 2 * 3 and {one.step for one in entries} == {0, 2, 4, 5}
+    config = read_run(tmp_path / "run")
+    asyncio.run(KeptRLEvaluations(config).on_restore(2))  # the run goes back to two steps
+    with RolloutStore(tmp_path / "run" / "evaluations-rl.sqlite") as store:
+        assert {one.step for one in store.entries()} == {0, 2}
 
 
 def test_the_best_checkpoint_is_kept_by_its_name_and_the_others_by_their_steps(
