@@ -76,9 +76,9 @@ def _file(name: str) -> Path:
     if path.is_file():
         return path
     folder, step = run_and_place(name)
-    if step.isdigit():
-        name = f"{folder}:step-{step}"
-    folder, colon, phase = name.rpartition(":")
+    colon, phase = "@", f"step-{step}"
+    if not step.isdigit():
+        folder, colon, phase = name.rpartition(":")
     if phase == "best":
         phase = f"step-{_best_step(Path(folder))}"
     if colon and not path.exists():
