@@ -7,7 +7,8 @@ The order in which a step takes effect, which going on after a kill depends on:
     the cursor        moves behind the step
     a checkpoint      every `save_every` steps; at the last step the phase saves at its end
     on_step_kept      the step is shown
-    an evaluation     where one is due (running_evaluation.py); one that is broken off is made anew
+    an evaluation     where one is due (running_evaluation.py); one that is broken off is made anew.
+                      Where replicas are free it plays beside the next step (evaluation_beside.py)
 
 Left out: the loop itself (trainer.py).
 """
@@ -23,6 +24,7 @@ from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.observability.alarms.alarms import NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
 from nanorl.observability.results import StepResult
+from nanorl.run.evaluation_beside import EvaluationBeside, WaitingPublisher, has_free_replicas
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.running_evaluation import RunningEvaluation
 from nanorl.run.state import RunState
@@ -43,6 +45,7 @@ class RLPhase:
         counts_http = state.config.http.mode != "off"
         self._measures = StepMeasures(state.roles, counts_http=counts_http)
         self._evaluation = RunningEvaluation(state)
+        self._beside = EvaluationBeside(self._evaluation, checkpoints)
 
     async def play(self) -> None:
         state, steps = self._state, self._state.config.rl.steps
@@ -70,7 +73,11 @@ class RLPhase:
             await self._evaluate()
             await self._measures.begin()
             finish = partial(self._finish_step, trainer)
-            await trainer.fit(state.cursor.step, finish, self._evaluate)
+            try:
+                await trainer.fit(state.cursor.step, finish, self._evaluate)
+                await self._beside.ended()
+            finally:
+                await self._beside.close()
 
     def _make_trainer(self, scheduler: Scheduler, reference: Policy | None) -> Trainer:
         state, config, roles = self._state, self._state.config, self._state.roles
@@ -78,7 +85,7 @@ class RLPhase:
         chosen = choose_learner(
             config,
             engine=roles.engine,
-            publisher=roles.publisher,
+            publisher=WaitingPublisher(roles.publisher, self._beside.ended),
             thread=roles.optimizer_thread,
             reference=reference,
             critic=critic,
@@ -115,8 +122,12 @@ class RLPhase:
         """Evaluate the policy if that is due, and keep the checkpoint of the best one."""
         if not self._evaluation.is_due:
             return
+        if has_free_replicas(self._state.config):
+            await self._beside.begin()
+            return
         if await self._evaluation.play():
-            await self._checkpoints.save_best()
+            await self._checkpoints.save_these()
+            self._checkpoints.keep_best()
         await self._measures.begin()  # its rollouts are of no step
 
     def _count(self, step: StepResult) -> None:

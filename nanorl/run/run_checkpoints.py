@@ -92,16 +92,15 @@ class RunCheckpoints:
         if config.keep_start and not is_model and newest and latest_checkpoint(kept) is None:
             adopt_checkpoint(newest, kept, state.cursor.to_json())
 
-    async def save_best(self) -> None:
-        """Save, unless these weights are on the disk already, and keep that checkpoint as the best
-        one, in place of the one before."""
+    async def save_these(self) -> None:
+        """Save, unless these weights are on the disk already."""
         if self._state.cursor.place == self._saved_place:
             await self._wait_saved()
         else:
             await self.save()
-        self._keep_best()
 
-    def _keep_best(self) -> None:
+    def keep_best(self) -> None:
+        """Keep the newest checkpoint as the best one, in place of the one before."""
         newest, kept = latest_checkpoint(self.folder), self._state.dir / BEST
         assert newest is not None, "it has just been saved, or restored"
         adopt_checkpoint(newest, kept, self._state.cursor.to_json())
@@ -151,7 +150,7 @@ class RunCheckpoints:
         await state.train(roles.engine.load, found)
         self._saved_place = cursor.place
         if cursor.phase == "rl" and cursor.best.get("step") == cursor.step:
-            self._keep_best()  # killed between the two, only the checkpoint was written
+            self.keep_best()  # killed between the two, only the checkpoint was written
         await state.observers.on_restore(first)
         stored = await roles.store.call(RolloutStore.steps)
         for one in missing_records(state.dir, cursor, stored, first=state.history.first_step):

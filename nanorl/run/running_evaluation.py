@@ -8,9 +8,9 @@ pass@k says whether there is anything left to sharpen; training tasks beside hel
 whether they are learnt by heart.
 
 The rollouts are trained on by nobody and seeded by their own ids, so a run that looks computes the
-same weights as one that does not. They are played between two steps, with the weights as the step
-left them: a trainer in another process waits meanwhile. Ctrl-C breaks them off; the run that goes
-on from there plays them anew.
+same weights as one that does not. They are played with the weights as the step left them: between
+two steps, or beside the next one (evaluation_beside.py). One that is broken off is played anew by
+the run that goes on.
 Left out: greedy success before and after RL (evaluation_phase.py).
 """
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import nanorl
-from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
+from nanoengine.state.checkpoint import latest_checkpoint, list_checkpoints, open_checkpoint
+from nanoengine.state.fingerprint import fingerprint
 from nanoengine.stop_signals import Interrupted
 from nanorl.commands.compare import read_evaluation
 from nanorl.observability.report.observer import RLEvaluated, RunObserver
@@ -22,9 +24,11 @@ from nanorl.observability.report.rl_evaluations import figures, line
 from nanorl.observability.results import StepResult
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
-from nanorl.run import running_evaluation, state
+from nanorl.run import rl_phase, running_evaluation, state
+from nanorl.run.evaluation_beside import WaitingPublisher
 from nanorl.run.kept_records import KeptRLEvaluations
 from nanorl.run.observers import make_observers
+from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.saved_models import find_models, read_run
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -271,6 +275,28 @@ def test_an_evaluation_that_is_broken_off_is_made_when_the_run_goes_on(
     )
 
 
+def test_a_run_that_dies_before_it_keeps_the_best_keeps_it_when_it_goes_on(
+    scripted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = RunCheckpoints.keep_best
+
+    def die_at_two(self: RunCheckpoints) -> None:
+        newest = latest_checkpoint(self.folder)
+        if newest is not None and open_checkpoint(newest).meta["cursor"]["step"] == 2:
+            raise OSError("no space left")
+        real(self)
+
+    # The checkpoint of two steps is written by the evaluation, not by `save_every`.
+    options = {"save_every": 3, "rl.steps": 3}
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(RunCheckpoints, "keep_best", die_at_two)
+        train(tmp_path / "run", evaluation=LOOKS, **options)
+    resumed = train(tmp_path / "run", evaluation=LOOKS, resume=True, **options)
+    assert [row["step"] for row in resumed["evaluations"]] == [0, 2, 3]
+    best = find_models(f"{tmp_path / 'run'}:best").place
+    assert open_checkpoint(best).meta["cursor"]["step"] == resumed["best_step"] == 2
+
+
 def test_a_run_without_rl_looks_at_nothing(tmp_path: Path) -> None:
     summary = train(tmp_path / "run", **{"rl.steps": 0}, evaluation=LOOKS)
     assert "evaluations" not in summary and summary["steps"] == 0
@@ -306,3 +332,39 @@ def test_an_asynchronous_run_looks_with_the_weights_that_the_step_left(tmp_path:
         for entry in store.entries():
             versions = {v for v in store.get(entry.rollout_id).versions if v >= 0}
             assert versions == {entry.step}
+
+
+def test_replicas_with_a_process_of_their_own_play_it_beside_the_next_step(
+    scripted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation after two steps ends only when the optimizer has made the third; were it a
+    pause, the two would wait for each other."""
+    local = {"cluster": {"backend": "local"}}
+    train(tmp_path / "plain", evaluation=FEW, **local)
+    real, has_trained = running_evaluation.evaluate, asyncio.Event()
+
+    class Noting(WaitingPublisher):
+        async def publish(self, version: int) -> float:
+            if version == 3:  # it is asked when the optimizer has made the step
+                has_trained.set()
+            return await super().publish(version)
+
+    async def evaluate(*args: Any, name: str, **options: Any) -> Any:
+        if name == "rl2-heldout":
+            await asyncio.wait_for(has_trained.wait(), timeout=120)
+        return await real(*args, name=name, **options)
+
+    monkeypatch.setattr(running_evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(rl_phase, "WaitingPublisher", Noting)
+    run = tmp_path / "run"
+    summary = train(run, evaluation=LOOKS, **local)
+    assert weights(run) == weights(tmp_path / "plain")
+    assert [row["step"] for row in summary["evaluations"]] == [0, 2, 4, 5]
+    with RolloutStore(run / "evaluations-rl.sqlite") as store:
+        for entry in store.entries():
+            assert {v for v in store.get(entry.rollout_id).versions if v >= 0} == {entry.step}
+    best = find_models(f"{run}:best")
+    assert open_checkpoint(best.place).meta["cursor"]["step"] == summary["best_step"] == 2
+    with best.folder() as folder:  # the weights that it keeps are of then
+        kept = load_file(folder / "model.safetensors")
+    assert {name: fingerprint(one) for name, one in kept.items()} == fingerprints(run, 2)
