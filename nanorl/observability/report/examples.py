@@ -3,6 +3,7 @@
     what is still wrong   by task type, of the last evaluation
     a whole group         of the newest ones the one whose rollouts differ most
     first and last        the same held-out tasks in the first and in the last evaluation
+    while it learnt       the same held-out tasks in evaluations while RL went on, in four at most
     others                some of every task type and stage of the training
 
 What went wrong comes first. Left out: all others, which nanorl view shows.
@@ -13,13 +14,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.results import PHASES, Phase
 from nanorl.observability.store import Entry, RolloutStore
-from nanorl.options.store_address import EVALUATIONS_FILE
+from nanorl.options.store_address import EVALUATIONS_FILE, RL_EVALUATIONS_FILE
 from nanorl.task import Task
 from nanorl.types import Rollout, Status, TokenStats, kind_of
 
@@ -29,10 +31,12 @@ MAX_FAILED = 6
 MAX_WRONG = 3  # of a task type in the last evaluation
 MAX_MEMBERS = 8  # of the group that is shown
 MAX_PAIRS = 4
+MAX_FOLLOWED = 2  # tasks that are shown as RL went on
+MAX_POINTS = 4  # evaluations in which they are
 COMPARED: tuple[Phase, ...] = ("untrained", "before", "after")
 """The evaluations with tools, in their order."""
 Item = TypeVar("Item")
-Part = Literal["", "wrong", "group", "pair"]
+Part = Literal["", "wrong", "group", "pair", "progress"]
 """Where an example stands in the report; empty: among the others."""
 
 
@@ -67,6 +71,9 @@ def collect_examples(folder: Path, training: RolloutStore) -> list[Example]:
     if (folder / EVALUATIONS_FILE).is_file():
         with RolloutStore(folder / EVALUATIONS_FILE) as store:
             found += _of_evaluations(store)
+    if (folder / RL_EVALUATIONS_FILE).is_file():
+        with RolloutStore(folder / RL_EVALUATIONS_FILE) as store:
+            found += _of_progress(store)
     return [*found, *_of_training(training)]
 
 
@@ -114,6 +121,46 @@ def _telling_pairs(played: Mapping[Phase, Sequence[Entry]]) -> list[list[tuple[P
     lost = [i for i in order if change[i] < 0][:1]
     chosen = list(dict.fromkeys([*order[: MAX_PAIRS - len(lost)], *lost]))
     return [[(first, pairs[i][0]), (last, pairs[i][1])] for i in chosen]
+
+
+def _of_progress(store: RolloutStore) -> list[Example]:
+    """The first samples of held-out tasks in evaluations while RL went on."""
+    firsts: dict[str, dict[int, Entry]] = defaultdict(dict)
+    for entry in store.entries():
+        firsts[entry.task_id].setdefault(entry.step, entry)
+    for task_id in list(firsts):
+        task = store.task(task_id)
+        if task is None or task.split != "heldout":
+            del firsts[task_id]
+    return [
+        _example(store, entry, f"after {step} steps", "progress")
+        for task_id in followed({task: _successes(one) for task, one in firsts.items()})
+        for step, entry in _spread(sorted(firsts[task_id].items()), MAX_POINTS)
+    ]
+
+
+def _successes(entries: Mapping[int, Entry]) -> list[bool]:
+    return [entry.reward >= 1.0 for _, entry in sorted(entries.items())]
+
+
+def followed(successes: Mapping[str, Sequence[bool]]) -> list[str]:
+    """The tasks that tell most of what was learnt: wrong at first and right at last, in as few
+    turns back and forth as possible. `successes` are those of each task in all evaluations."""
+
+    def rank(task: str) -> tuple[bool, bool, int]:
+        one = successes[task]
+        changes = sum(before != after for before, after in pairwise(one))
+        return not (one[-1] and not one[0]), not one[-1], changes
+
+    several = [task for task, one in successes.items() if len(one) > 1]
+    return sorted(several, key=rank)[:MAX_FOLLOWED]
+
+
+def _spread(items: Sequence[Item], count: int) -> list[Item]:
+    """So many of the items, evenly, with the first and the last; all if they are fewer."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _of_training(store: RolloutStore) -> list[Example]:

@@ -24,7 +24,7 @@ from nanorl.observability.report.charts import (
     stacked_bars,
     success_bars,
 )
-from nanorl.observability.report.examples import Example, Rate
+from nanorl.observability.report.examples import Example, Part, Rate
 from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.rl_evaluations import progress_section
 from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
@@ -50,6 +50,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "progress": "While it learnt",
         "curves": "Curves",
         "history": "History",
+        "followed": "Step by step",
         "pairs": "First and last",
         "group": "A group",
         "rollouts": "Rollouts",
@@ -83,6 +84,7 @@ def write_report(
         progress_section(summary.get("evaluations") or (), summary.get("best_step")),
         curves_section(metrics_rows),
         _history(summary.get("history") or ()),
+        rollouts.followed_section(examples),
         rollouts.pair_section(examples),
         rollouts.group_section(examples),
         rollouts.section([one for one in examples if not one.part], training_rates),
@@ -270,6 +272,13 @@ def _rate_of_type(row: Mapping[str, Any], name: str) -> str:
     return number(rate, is_fraction=True) + of
 
 
+def _section(name: str, title: str, intro: str, shown: str) -> str:
+    """A section of examples; empty where there are none."""
+    if not shown:
+        return ""
+    return f'<section id="{name}"><h2>{title}</h2><p>{intro}</p>{shown}</section>'
+
+
 class _Rollouts:
     """The sections of examples. Tokens have numbers of their own as long as `num_marked` lasts, and
     texts are cut, sooner when `num_chars` are written, so that the page stays of moderate size."""
@@ -305,18 +314,26 @@ class _Rollouts:
 
     def pair_section(self, examples: Sequence[Example]) -> str:
         """The first and the last rollout of the same tasks, beside each other."""
-        pairs: dict[str, list[Example]] = {}
-        for example in examples:
-            if example.part == "pair":
-                pairs.setdefault(example.rollout.task_id, []).append(example)
-        if not pairs:
-            return ""
-        shown = "".join(
-            f"{self._question(members[0])}{self._columns(members)}" for members in pairs.values()
+        intro = "What the agent did in the first evaluation, and in the last."
+        shown = self._same_tasks(examples, "pair")
+        return _section("pairs", "The same task, first and last", intro, shown)
+
+    def followed_section(self, examples: Sequence[Example]) -> str:
+        """Samples of the same tasks while RL went on, beside each other."""
+        intro = (
+            "Samples of the evaluations between the steps: what the policy did with one prompt "
+            "before RL, and what RL made of it."
         )
-        return (
-            '<section id="pairs"><h2>The same task, first and last</h2><p>What the agent did in '
-            f"the first evaluation, and in the last.</p>{shown}</section>"
+        shown = self._same_tasks(examples, "progress")
+        return _section("followed", "The same task while it learnt", intro, shown)
+
+    def _same_tasks(self, examples: Sequence[Example], part: Part) -> str:
+        tasks: dict[str, list[Example]] = {}
+        for example in examples:
+            if example.part == part:
+                tasks.setdefault(example.rollout.task_id, []).append(example)
+        return "".join(
+            f"{self._question(members[0])}{self._columns(members)}" for members in tasks.values()
         )
 
     def group_section(self, examples: Sequence[Example]) -> str:

@@ -396,7 +396,39 @@ def test_what_is_still_wrong_pairs_and_a_group_have_places_of_their_own(tmp_path
     assert group.count("<article") == 2 and "script" not in page.tags
 
 
-@pytest.mark.parametrize("part", ["wrong", "pair", "group"])
+def test_the_same_task_is_followed_through_the_evaluations_while_it_learnt(tmp_path):
+    run = small_run(tmp_path / "run", last_is_right=False)
+    wins = {"late": "0001111", "lost": "1111110", "twice": "0101011", "never": "0000000"}
+    tasks = {name: Task(f"{name}?", split="heldout") for name in wins}
+    seen = Task("seen?", split="train")
+    with RolloutStore(run / "evaluations-rl.sqlite") as store:
+        store.add_tasks([*tasks.values(), seen])
+        for step in range(7):
+            rollouts = [
+                make_rollout(
+                    [(f"{name} {member} at {step}", "")],
+                    name=task.task_id,
+                    reward=float(wins.get(name, "1111111")[step]) if member == 0 else 1.0,
+                    rollout_id=f"{name}-{step}-{member}",
+                )
+                for name, task in {"seen": seen, **tasks}.items()
+                for member in range(2)
+            ]
+            store.add_group(rollouts, step=2 * step)
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        examples = collect_examples(run, store)
+    shown = [one for one in examples if one.part == "progress"]
+    # Of those that were learnt first the one that stayed learnt; four of seven evaluations each.
+    ids = [f"{name}-{step}-0" for name in ("late", "twice") for step in (0, 2, 4, 6)]
+    assert [one.rollout.rollout_id for one in shown] == ids
+    assert [one.when for one in shown[:4]] == [f"after {n} steps" for n in (0, 4, 8, 12)]
+    page, _ = render(tmp_path, examples=examples, decode=TOKENIZER.decode)
+    section = page.partition('<section id="followed">')[2].partition("</section>")[0]
+    assert section.count("<article") == 8 and section.count("question: <b>late?") == 1
+    assert '<a href="#followed">' in page
+
+
+@pytest.mark.parametrize("part", ["wrong", "pair", "group", "progress"])
 def test_no_place_of_the_report_makes_markup_of_text(tmp_path, part):
     _, clean_page = render(tmp_path, examples=[replace(example(make_rollout([])), part=part)])
     for hostile in HOSTILE:
@@ -410,7 +442,7 @@ def test_no_place_of_the_report_makes_markup_of_text(tmp_path, part):
         assert not any(character in html for character in "\x00\x1b\u202e\u2066")
 
 
-@pytest.mark.parametrize("part", ["", "wrong", "pair", "group"])
+@pytest.mark.parametrize("part", ["", "wrong", "pair", "group", "progress"])
 def test_texts_are_cut_sooner_on_a_full_page(tmp_path, monkeypatch, part):
     monkeypatch.setattr(html, "_MAX_ALL_CHARS", 20_000)
     long = "x < y & z > 'w'\n" * 240
