@@ -319,6 +319,49 @@ def test_only_the_reversed_text_earns_all_and_forgeries_earn_less() -> None:
         assert play(kind, task, [form.format(right * 20)]) < 0.1
 
 
+def test_a_share_of_the_reward_is_for_the_right_text_alone() -> None:
+    kind, form = load_kind("reverse_text", {"exact": 0.5}), "<reversed_text>{}</reversed_text>"
+    task = Task("stone", "enots")
+    assert play(kind, task, [form.format("enots")]) == 1.0
+    # By hand: the longest common subsequence of enost and enots is 4 letters, 2 * 4 / 10.
+    assert play(kind, task, [form.format("enost")]) == pytest.approx(0.4)
+    assert play(kind, task, ["enots"]) == 0.0
+    strict = load_kind("reverse_text", {"exact": 1})
+    assert play(strict, task, [form.format("enost")]) == 0.0
+
+
+def test_half_of_the_held_out_texts_are_of_words_that_training_never_shows() -> None:
+    kind = load_kind("reverse_text", {"num_unseen": 64, "max_words": 3})
+    trained = {word for task in kind.tasks(0).batch(0, 600) for word in task.prompt.split()}
+    heldout = kind.tasks(0).heldout(400, 1)
+    words = {
+        name: {word for task in heldout if task.kind == name for word in task.prompt.split()}
+        for name in ("known", "unseen")
+    }
+    assert len(trained) == 64 and words["known"] <= trained
+    assert len(words["unseen"]) > 55 and not words["unseen"] & trained
+    num_unseen = sum(task.kind == "unseen" for task in heldout)
+    assert 150 < num_unseen < 250 and {task.kind for task in kind.tasks(0).batch(0, 99)} == {
+        "known"
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"exact": 1.5}, "a share of the reward"),
+        ({"exact": float("nan")}, "a share of the reward"),
+        ({"num_unseen": 10_000}, "the words that num_words=64 leaves"),
+        ({"num_unseen": -1}, "from 0 to"),
+    ],
+)
+def test_numbers_of_reverse_text_that_mean_nothing_are_refused(
+    args: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_kind("reverse_text", args)
+
+
 # -- alphabet_sort -----------------------------------------------------------------------------
 
 
