@@ -30,7 +30,7 @@ from generated_part import GeneratedPart, newest
 
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.report.metrics import read_metrics
-from nanorl.observability.report.statistics import mean_of_runs
+from nanorl.observability.report.statistics import mean_of_runs, share_of_tasks
 from nanorl.observability.report.summary import read_summary, write_atomically
 from nanorl.run.parse import parse_arguments
 
@@ -144,6 +144,7 @@ def row_of(label: str, jobs: Sequence[RunJob]) -> dict[str, Any]:
         "unit": "%",
         "num_tasks": runs[0]["num_tasks"],
         **stages,
+        **sampled_of(runs),
         **{
             key: fmean(one[key] for one in runs)
             for key in ("wall_s", "sampled_tokens", *_WHILE_TRAINING)
@@ -151,6 +152,23 @@ def row_of(label: str, jobs: Sequence[RunJob]) -> dict[str, Any]:
         "peak_rss_bytes": max(one["peak_rss_bytes"] for one in runs),
         "runs": runs,
     }
+
+
+def sampled_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sampled held-out success before and after RL, and what each seed gained; nothing where a run
+    was not evaluated while RL went on."""
+    if not all("sampled" in one for one in runs):
+        return {}
+    first, last = ([one["sampled"][place] for one in runs] for place in (0, -1))
+    gains = [new["success"] - old["success"] for old, new in zip(first, last, strict=True)]
+    found = {
+        when: {
+            key: mean_of_runs([one[key] for one in rows]).to_json()
+            for key in ("success", "pass_at_k")
+        }
+        for when, rows in (("before", first), ("after", last))
+    }
+    return {"sampled": {"k": runs[0]["k"], "gain": mean_of_runs(gains).to_json(), **found}}
 
 
 def figures_of(job: RunJob) -> dict[str, Any]:
@@ -170,12 +188,19 @@ def figures_of(job: RunJob) -> dict[str, Any]:
         "logp_gap_max": summary["logp_gap_max"],
         "commit": summary["git_commit"],
     }
+    if rows := summary.get("evaluations"):
+        found["k"] = rows[0]["k"]
+        found["sampled"] = [{"step": row["step"], **row["heldout"]} for row in rows]
     for stage in STAGES:
         file = job.folder / f"eval-{stage}.json"
         if file.is_file():
             evaluation = Evaluation.read(file)
             success, reward = evaluation.success.value, evaluation.mean_reward.value
-            found[stage] = {"success": success, "reward": reward}
+            kinds = {
+                kind: share_of_tasks([score.share for score in scores]).value
+                for kind, scores in evaluation.per_kind().items()
+            }
+            found[stage] = {"success": success, "reward": reward, "kinds": kinds}
     return found
 
 
@@ -184,6 +209,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     titles = [
         "protocol",
         *STAGES.values(),
+        "sampled, before and after RL",
+        "gained",
         "reward of rollouts",
         "seeds",
         "minutes a run",
@@ -194,6 +221,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         name, file = row["name"], FOLDER / f"{row['name']}.toml"
         cells = [f"[{name}](../{file.relative_to(ROOT)})" if file.is_file() else name]
         cells += [_stage(row.get(stage)) for stage in STAGES]
+        cells += _sampled(row.get("sampled"))
         cells.append(f"{row['first_reward']:.2f} → {row['last_reward']:.2f}")
         seeds = ", ".join(str(one["seed"]) for one in row["runs"])
         cells += [seeds, f"{row['wall_s'] / 60:.0f}", f"{row['sampled_tokens']:,.0f}"]
@@ -212,6 +240,22 @@ def _stage(stage: Mapping[str, Any] | None) -> str:
     return f"{success['value']:.1%}{ends}; {reward['value']:.2f}"
 
 
+def _sampled(sampled: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Sampled success with pass@k, and the gain in points, bold where its interval excludes 0."""
+    if sampled is None:
+        return "–", "–"
+    ends = (sampled["before"], sampled["after"])
+    success, among = (
+        " → ".join(f"{one[key]['value']:.1%}" for one in ends) for key in ("success", "pass_at_k")
+    )
+    gain = sampled["gain"]
+    text = f"{100 * gain['value']:+.1f}"
+    if gain["low"] is not None:
+        text += f" ({100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
+        text = f"**{text}**" if gain["low"] > 0 or gain["high"] < 0 else text
+    return f"{success}; pass@{sampled['k']} {among}", text
+
+
 def measured_text(measured: Mapping[str, Any] | None) -> str:
     """What the page says of the newest figures."""
     if measured is None:
@@ -220,8 +264,10 @@ def measured_text(measured: Mapping[str, Any] | None) -> str:
         f"Measured on {measured['date']} ({measured['hardware']}), "
         f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). Success is a reward "
         "of 1, greedy, on held-out tasks, with the interval of 95 % over the seeds (Student's); "
-        "after it stands the mean reward. The reward of rollouts is that of the first two and of "
-        f"the last two steps of RL, sampled at temperature 1.\n\n{table(measured['rows'])}"
+        "after it stands the mean reward. Sampled success is of the same temperature as the "
+        "rollouts; what was gained is the mean of the seeds' differences in points, with its "
+        "interval, bold where that excludes 0. The reward of rollouts is that of the first two and "
+        f"of the last two steps of RL.\n\n{table(measured['rows'])}"
     )
 
 

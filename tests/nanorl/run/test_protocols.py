@@ -83,8 +83,11 @@ def test_a_run_becomes_a_row_and_is_not_repeated(
 # -- figures of made-up runs -----------------------------------------------------------------------
 
 
-def made_up(folder: Path, seed: int, successes: dict[str, int]) -> RunJob:
-    """A finished run of ten tasks, which pay half where they fail."""
+def made_up(
+    folder: Path, seed: int, successes: dict[str, int], sampled: tuple[float, ...] = ()
+) -> RunJob:
+    """A finished run of ten tasks, which pay half where they fail; `sampled` is the success of its
+    evaluations while RL went on."""
     job = RunJob(label="made_up", seed=seed, folder=folder / "made_up" / f"seed{seed}", words=())
     job.folder.mkdir(parents=True)
     for stage, right in successes.items():
@@ -107,6 +110,11 @@ def made_up(folder: Path, seed: int, successes: dict[str, int]) -> RunJob:
         name: None if name in NULLABLE else types[0]() for name, types in FIELDS.items()
     }
     summary |= {"wall_s": 60.0 * (seed + 1), "peak_rss_bytes": 100 + seed, "heldout_n": 10}
+    if sampled:
+        summary["evaluations"] = [
+            {"step": 4 * i, "k": 2, "heldout": {"success": x, "pass_at_k": x + 0.1}}
+            for i, x in enumerate(sampled)
+        ]
     (job.folder / "summary.json").write_text(json.dumps(summary))
     rows = [
         {"step": step, "action_tokens": 50, "reward": reward}
@@ -135,9 +143,34 @@ def test_the_figures_are_those_of_a_calculation_by_hand(tmp_path: Path) -> None:
     assert row["last_reward"] == pytest.approx(0.45)
     line = protocols.table([row]).splitlines()[-1]
     assert line == (
-        "| made_up | – | 30.0% (0 to 100); 0.65 | 90.0% (0 to 100); 0.95 | 0.20 → 0.45 "
+        "| made_up | – | 30.0% (0 to 100); 0.65 | 90.0% (0 to 100); 0.95 | – | – | 0.20 → 0.45 "
         "| 0, 1 | 2 | 150 |"
     )
+
+
+@pytest.mark.parametrize(
+    ("lasts", "said"),
+    [
+        # gains of 40, 50 and 45 points: their mean is 45, and Student's interval of three
+        # 4.3027 * 5 / sqrt(3) = 12.42 to either side
+        ((0.5, 0.7, 0.55), "**+45.0 (+32.6 to +57.4)**"),
+        # 0, 20 and -5: 5, and 4.3027 * 13.229 / sqrt(3) = 32.86
+        ((0.1, 0.4, 0.05), "+5.0 (-27.9 to +37.9)"),
+    ],
+)
+def test_a_sampled_gain_is_bold_where_its_interval_excludes_nothing(
+    tmp_path: Path, lasts: tuple[float, ...], said: str
+) -> None:
+    firsts = (0.1, 0.2, 0.1)
+    jobs = [
+        made_up(tmp_path, seed, {"before": 1, "after": 2}, (first, 0.9, last))
+        for seed, (first, last) in enumerate(zip(firsts, lasts, strict=True))
+    ]
+    line = protocols.table([protocols.row_of("made_up", jobs)]).splitlines()[-1]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[6] == said
+    last = sum(lasts) / 3
+    assert cells[5] == f"13.3% → {last:.1%}; pass@2 23.3% → {last + 0.1:.1%}"
 
 
 @pytest.mark.parametrize(
