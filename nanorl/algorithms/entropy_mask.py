@@ -74,5 +74,5 @@ def choose_by_entropy(entropy_T: Tensor, mask_T: Tensor, share: float) -> Tensor
     for at least one where there is any."""
     is_action_T = mask_T.bool()
     chosen_T = torch.zeros(len(mask_T))
-    chosen_T[is_action_T] = lowest(-entropy_T[is_action_T], share)
+    chosen_T[is_action_T] = lowest(-entropy_T[is_action_T], share).float()
     return chosen_T
