@@ -137,8 +137,6 @@ def draw(rng: random.Random, recipe: str, tree: Sequence[Option]) -> dict[str, s
     drawn = {"--algorithm": recipe}
     if recipe in ("maxrl", "pass_at_k"):
         drawn["--rl.algorithm.overlong-buffer"] = "0"
-    if recipe == "pass_at_k":
-        drawn["--rl.algorithm.pass-k"] = "2"
     drawn["--rl.max-staleness"] = str(rng.choice([0, 0, 1, 2]))
     drawn["--rl.epochs"] = str(rng.choice([1, 1, 2]))
     algorithm = [option for option in tree if option.flag.startswith("--rl.algorithm.")]

@@ -219,7 +219,7 @@ class HierarchyOptions(OptionGroup):
 class PassAtKOptions(OptionGroup):
     """That of pass@k training (algorithms/pass_at_k.py)."""
 
-    pass_k: int = 4
+    pass_k: int = 2
     """k of pass_at_k: a group is judged by the chance that one of k members succeeds."""
 
     def check(self) -> None:

@@ -154,7 +154,7 @@ def test_what_it_would_not_read_is_refused(options: dict[str, Any], message: str
 
 def test_a_group_has_more_members_than_k() -> None:
     spec = named_spec("pass_at_k")
-    with pytest.raises(ValueError, match=r"pass-k 4: must be less than --rl.group-size 4"):
-        RLConfig(algorithm=spec, group_size=4)
-    assert RLConfig(algorithm=spec, group_size=5).group_size == 5
-    assert RLConfig(algorithm=AlgorithmSpec(), group_size=4).algorithm.pass_k == 4
+    with pytest.raises(ValueError, match=r"pass-k 2: must be less than --rl.group-size 2"):
+        RLConfig(algorithm=spec, group_size=2)
+    assert RLConfig(algorithm=spec, group_size=3).group_size == 3
+    assert RLConfig(algorithm=AlgorithmSpec(), group_size=2).algorithm.pass_k == 2
