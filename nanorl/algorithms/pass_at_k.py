@@ -30,13 +30,13 @@ from nanorl.types import Rollout
 
 
 class Successes(Modifier):
-    """What `pass_at_k` compares: whether a rollout succeeded, and nothing else that it earned."""
+    """Compares rollouts by their success, and by nothing else that they earned (`pass_at_k`)."""
 
     def __init__(self, spec: AlgorithmSpec) -> None:
         pass
 
     def earned(self, rollout: Rollout) -> Hashable:
-        """Whether it succeeded (`Rollout.is_success`)."""
+        """Say whether it succeeded (`Rollout.is_success`)."""
         return rollout.is_success
 
     def reward(

@@ -162,7 +162,7 @@ def test_an_entropy_that_is_no_number_is_refused() -> None:
 
 
 def test_the_engine_s_entropies_are_those_of_the_distribution(tmp_path: Path) -> None:
-    """Of a model's logits at the temperature, in fp64, and the choice is the same whatever the
+    """They follow from the logits at the temperature, and the choice is the same whatever the
     micro-batches and the order of the samples."""
     folder = write_model(tmp_path, DENSE)
     dice = random.Random(1)
