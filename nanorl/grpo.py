@@ -203,7 +203,7 @@ class Field(StrEnum):
     TEACHER_LOGP = "teacher_logp"  # log π_T that reads hindsight, by `Scoring.teacher`, for opd
     VALUE = "value"  # V before the update, by the critic; read by advantages and its loss
     RETURN = "return"  # the critic's target, by `build_batch`
-    CHOSEN = "chosen"  # 1 for the tokens that `ChosenTokens` marks for clip_cov and kl_cov
+    CHOSEN = "chosen"  # 1 for tokens chosen by their covariance (clip_cov, kl_cov) or entropy
     OBSERVATION = "observation"  # an observation's share in ECHO's loss, by `ObservationLoss`
 
 

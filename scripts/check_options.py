@@ -135,7 +135,7 @@ def draw_value(rng: random.Random, kind: Any, default: Any) -> str | None:
 def draw(rng: random.Random, recipe: str, tree: Sequence[Option]) -> dict[str, str]:
     """One combination: flag -> value, without those of `SMALLEST` that stay as they are."""
     drawn = {"--algorithm": recipe}
-    if recipe == "maxrl":
+    if recipe in ("maxrl", "pass_at_k"):
         drawn["--rl.algorithm.overlong-buffer"] = "0"
     drawn["--rl.max-staleness"] = str(rng.choice([0, 0, 1, 2]))
     drawn["--rl.epochs"] = str(rng.choice([1, 1, 2]))

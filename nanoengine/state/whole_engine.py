@@ -87,6 +87,13 @@ class Engine(StepEngine):
         logps, entropies = self._score(samples, temperature, entropy, only_masked)
         return (logps, entropies) if entropy else logps
 
+    def forward_entropies(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """For each sample the entropy (nats) at each of its tokens, of what it could have been; 0
+        where loss_mask is 0."""
+        return self._score(samples, temperature, entropy=True, only_masked=True)[1]
+
     @torch.no_grad()
     def _score(
         self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool

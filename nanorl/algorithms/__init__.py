@@ -11,16 +11,21 @@ advantages.py       of rollouts in their group (Dr.GRPO, RLOO, MaxRL, OPO, GDPO)
 returns.py          of tokens, from what follows them (REINFORCE++, PPO's GAE)
 turn_rewards.py     of turns
 hierarchical.py     of turns in the same situation (HGPO)
+pass_at_k.py        of groups that need one success among k
 token_baseline.py   a baseline for each token (OTB)
 reward_parts.py     the parts of a reward (GDPO)
 overlong.py         a penalty on length (DAPO)
+length_reward.py    a reward for short members of a group (Kimi k1.5)
+truncation.py       what was cut off has no loss (DAPO)
 dynamic_sampling.py which groups are trained on (DAPO)
 own.py              functions of the user's
 
 Losses
 losses.py           REINFORCE, GSPO, SAPO, CISPO, decoupled PPO, the critic's
+geometric_mean.py   one ratio for a sequence, with a clip of tokens (GMPO)
 dppo.py             a trust region of probabilities
 covariance.py       tokens chosen by their covariance (Clip-Cov, KL-Cov)
+entropy_mask.py     tokens chosen by their entropy (the 80/20 rule)
 distillation.py     a teacher's word; top_k.py: over its likeliest tokens
 self_distillation.py  a teacher that reads hindsight (SDFT, SDPO)
 observation.py      what tools answered (ECHO)

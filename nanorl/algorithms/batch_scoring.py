@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import Sample, TopTokens
+from nanorl.algorithms.entropy_mask import with_choice
 from nanorl.algorithms.self_distillation import aligned, aligned_top, teacher_samples
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import samples_of, with_field
@@ -51,6 +52,9 @@ class Scoring:
     top: TopFn | None = None
     """The teacher, with hindsight or without, where a loss compares its likeliest tokens."""
     values: ScoreFn | None = None
+    entropies: ScoreFn | None = None
+    """The entropies of the trainer's policy before the update, where they choose the tokens that
+    learn."""
     scaffold: SpeechMask | None = None
     """Tells what an environment said from what the chat template put around it (ECHO); without it
     all counts that follows a turn."""
@@ -73,7 +77,12 @@ class Scoring:
     ) -> list[Sample]:
         """The samples with the word of everybody whom the advantages or the loss depend on."""
         samples = _scored(rollouts, samples, self)
-        return _taught(rollouts, samples, spec, self)
+        samples = _taught(rollouts, samples, spec, self)
+        if self.entropies is None:
+            return samples
+        entropies = self.entropies(samples)
+        _check_values(rollouts, entropies, "the model behind 'entropies'")
+        return with_choice(samples, entropies, spec.entropy_share)
 
 
 def score_group(
@@ -102,10 +111,7 @@ def _scored(rollouts: Sequence[Rollout], samples: list[Sample], scoring: Scoring
         else:
             tensors = score(samples)
         samples = with_field(samples, name, tensors)
-        values = iter([sample.fields[name] for sample in samples])
-        for rollout in rollouts:
-            own = list(islice(values, len(rollout.sequences)))
-            check_logps(rollout, own, f"the model behind {str(name)!r}")
+        _check_values(rollouts, tensors, f"the model behind {str(name)!r}")
     return samples
 
 
@@ -117,7 +123,7 @@ def _taught(
     if scoring.teacher is not None:
         judged = scoring.teacher(teacher_samples(rollouts, samples))
         values = aligned(rollouts, samples, judged)
-        _check_teacher(rollouts, values)
+        _check_values(rollouts, values, "the teacher")
         samples = with_field(samples, Field.TEACHER_LOGP, values)
     if scoring.top is not None:
         if spec.has_hindsight:
@@ -125,12 +131,12 @@ def _taught(
             tops = aligned_top(rollouts, samples, tops)
         else:
             tops = scoring.top(samples)
-        _check_teacher(rollouts, [top.logps.sum(1) for top in tops])
+        _check_values(rollouts, [top.logps.sum(1) for top in tops], "the teacher")
         samples = [replace(one, top=top) for one, top in zip(samples, tops, strict=True)]
     return samples
 
 
-def _check_teacher(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> None:
+def _check_values(rollouts: Sequence[Rollout], values: Sequence[Tensor], who: str) -> None:
     given = iter([value.tolist() for value in values])
     for rollout in rollouts:
-        check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
+        check_logps(rollout, list(islice(given, len(rollout.sequences))), who)

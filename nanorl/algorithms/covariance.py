@@ -90,13 +90,20 @@ def choose_by_covariance(
     if spec.loss == "clip_cov":
         in_band_A = (covariance_A > spec.covariance_low) & (covariance_A < spec.covariance_high)
         rank_A = torch.where(in_band_A, _scattered(logp_A, advantage_A), torch.inf)
-    count = max(int(spec.chosen_share * len(rank_A)), 1)
+    chosen_A = lowest(rank_A, spec.chosen_share)
+    return torch.zeros_like(mask_T).masked_scatter(is_action_T, chosen_A.to(mask_T.dtype))
+
+
+def lowest(rank_A: Tensor, share: float) -> Tensor:
+    """[A] 1 for the share with the lowest finite ranks, ties included; at least one where there is
+    any."""
+    count = max(int(share * len(rank_A)), 1)
     chosen_A = torch.zeros_like(rank_A)
     if len(rank_A) and torch.isfinite(last := rank_A.kthvalue(min(count, len(rank_A))).values):
         chosen_A[rank_A <= last] = 1.0
     elif len(rank_A):
         chosen_A[torch.isfinite(rank_A)] = 1.0
-    return torch.zeros_like(mask_T).masked_scatter(is_action_T, chosen_A.to(mask_T.dtype))
+    return chosen_A
 
 
 def _scattered(*values: Tensor) -> Tensor:

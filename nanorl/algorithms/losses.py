@@ -1,7 +1,8 @@
 """Losses of a token beyond PPO's clip (policy_loss.py), each a formula and the class that names it.
 
 Sources: GSPO (arXiv 2507.18071), SAPO (2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641),
-value loss (1707.06347). Those with a file of their own: dppo.py, covariance.py, distillation.py.
+value loss (1707.06347). Those with a file of their own: geometric_mean.py, dppo.py, covariance.py,
+distillation.py.
 """
 
 from __future__ import annotations

@@ -216,6 +216,27 @@ class HierarchyOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassAtKOptions(OptionGroup):
+    """That of pass@k training (algorithms/pass_at_k.py)."""
+
+    pass_k: int = 2
+    """k of pass_at_k: a group is judged by the chance that one of k members succeeds."""
+
+    def check(self) -> None:
+        """k, and an advantage that compares whole rollouts by their success alone."""
+        check_number("pass_k=", self.pass_k, 1)
+        if self.advantage == "pass_at_k" and self.reward_level == "turn":
+            raise ValueError(
+                "reward_level='turn': advantage='pass_at_k' counts the successes of whole rollouts "
+                "and reads no rewards of turns; set reward_level='outcome'"
+            )
+
+    def modifier(self) -> str:
+        is_on = self.advantage == "pass_at_k"
+        return "nanorl.algorithms.pass_at_k:Successes" if is_on else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SapoOptions(OptionGroup):
     """SAPO's (algorithms/losses.py)."""
 
@@ -382,6 +403,45 @@ class EntropyOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EntropyMaskOptions(OptionGroup):
+    """That of the tokens that learn (algorithms/entropy_mask.py)."""
+
+    entropy_share: float = 1.0
+    """Share of the sampled tokens, those with the highest entropy, that learn from their advantage
+    (0.2 is usual); 1: all."""
+
+    @property
+    def chooses_by_entropy(self) -> bool:
+        """True if the policy's entropies say which tokens learn."""
+        return self.entropy_share < 1
+
+    def check(self) -> None:
+        """A share, and a loss in which each token has an advantage of its own."""
+        check_number("entropy_share=", self.entropy_share, 0, 1, "0.2 is usual", is_open=True)
+        if not self.chooses_by_entropy:
+            return
+        start = f"entropy_share={self.entropy_share:g}: "
+        if self.loss_part.chosen_share:
+            raise ValueError(
+                f"{start}loss={self.loss!r} chooses tokens itself; choose another loss, or set "
+                "entropy_share=1"
+            )
+        if self.loss_part.is_of_sequences:
+            raise ValueError(
+                f"{start}loss={self.loss!r} is of whole sequences, whose tokens do not learn "
+                "apart; choose another loss, or set entropy_share=1"
+            )
+        if self.loss_part.is_distillation or (self.advantage == "none" and not self.distill_coef):
+            raise ValueError(
+                f"{start}it takes the advantage of the other tokens away, and advantage="
+                f"{self.advantage!r} with loss={self.loss!r} learns from none; set entropy_share=1"
+            )
+
+    def modifier(self) -> str:
+        return "nanorl.algorithms.entropy_mask:EntropyMask" if self.chooses_by_entropy else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObservationOptions(OptionGroup):
     """ECHO's (algorithms/observation.py)."""
 
@@ -472,6 +532,53 @@ class SamplingOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TruncationOptions(OptionGroup):
+    """DAPO's overlong filtering (algorithms/truncation.py)."""
+
+    mask_truncated: bool = False
+    """Rollouts that a limit of tokens or turns cut off have no loss; their rewards count in their
+    group."""
+
+    def modifier(self) -> str:
+        return "nanorl.algorithms.truncation:TruncationMask" if self.mask_truncated else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions(OptionGroup):
+    """That of Kimi k1.5's length reward (algorithms/length_reward.py)."""
+
+    length_coef: float = 0.0
+    """Weight of a reward of 1/2 for the shortest rollout of a group down to -1/2 for the longest;
+    failures get the part below 0 alone."""
+
+    def check(self) -> None:
+        """A weight, and an advantage whose rewards it may change."""
+        check_number("length_coef=", self.length_coef, 0)
+        if not self.length_coef:
+            return
+        start = f"length_coef={self.length_coef:g}: "
+        if self.reward_level == "turn":
+            raise ValueError(
+                f"{start}it is part of the outcome, and reward_level='turn' rewards turns; set "
+                "reward_level='outcome', or length_coef=0"
+            )
+        reasons = {
+            "maxrl": "divides by the mean of rewards, which it makes negative",
+            "pass_at_k": "counts successes and reads no other reward",
+            "gdpo": "reads the parts of the outcome, of which it is none",
+            "none": "reads no rewards",
+        }
+        if self.advantage in reasons:
+            raise ValueError(
+                f"{start}advantage={self.advantage!r} {reasons[self.advantage]}; set "
+                "length_coef=0, or choose another advantage"
+            )
+
+    def modifier(self) -> str:
+        return "nanorl.algorithms.length_reward:LengthReward" if self.length_coef else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlongOptions(TurnOptions):
     """DAPO's penalty on length (algorithms/overlong.py)."""
 
@@ -484,6 +591,11 @@ class OverlongOptions(TurnOptions):
             raise ValueError(
                 f"overlong_buffer={self.overlong_buffer}: it makes rewards negative, and "
                 "advantage='maxrl' divides by their mean; set it to 0"
+            )
+        if self.advantage == "pass_at_k" and self.overlong_buffer:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer}: advantage='pass_at_k' counts successes "
+                "and reads no penalty; set it to 0"
             )
 
     def modifier(self) -> str:

@@ -39,6 +39,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "REINFORCE++ less the mean of the group, KL in the loss (arXiv 2501.03262)",
             AlgorithmSpec(advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"),
         ),
+        "pass_at_k": Recipe(
+            "GRPO that counts a group's success, of any of k members (arXiv 2508.10751)",
+            AlgorithmSpec(advantage="pass_at_k"),
+        ),
         "maxrl": Recipe(
             "REINFORCE; rewards over the group's success rate (arXiv 2602.02710)",
             AlgorithmSpec(advantage="maxrl", loss="reinforce"),
@@ -53,6 +57,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "gspo": Recipe(
             "GRPO with one ratio for a whole sequence (arXiv 2507.18071)",
             AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
+        ),
+        "gmpo": Recipe(
+            "GRPO with the geometric mean of a sequence's ratios (arXiv 2507.20673)",
+            AlgorithmSpec(loss="gmpo", aggregation="seq_mean_token_mean"),
         ),
         "sapo": Recipe(
             "a soft gate instead of the clip (arXiv 2511.20347)",

@@ -50,6 +50,7 @@ ADVANTAGES: Mapping[str, AdvantagePart] = MappingProxyType(
         "reinforce_pp_baseline": AdvantagePart(
             "nanorl.algorithms.returns:reinforce_pp_baseline_of_batch", compares_turns=True
         ),
+        "pass_at_k": AdvantagePart("nanorl.algorithms.pass_at_k:pass_at_k_of_batch"),
         "maxrl": AdvantagePart("nanorl.algorithms.advantages:MAXRL", compares_turns=True),
         "gae": AdvantagePart(
             "nanorl.algorithms.returns:gae_of_batch",
@@ -74,6 +75,7 @@ class LossPart(NamedTuple):
     has_ratio: bool = True
     is_distillation: bool = False  # it compares with a teacher, and with nothing else
     is_proportional: bool = True  # to the advantage: where that is 0, nothing is learnt
+    is_of_sequences: bool = False  # all tokens of a sequence share one loss
     chosen_share: float = 0.0  # of the tokens, that it chooses by their covariance
 
 
@@ -83,6 +85,10 @@ LOSSES: Mapping[str, LossPart] = MappingProxyType(
         "ppo": LossPart("nanorl.policy_loss:ClippedLoss"),
         # arXiv 2507.18071: the ratio is a mean over a sequence.
         "gspo": LossPart("nanorl.algorithms.losses:GSPO", clip=(3e-4, 4e-4)),
+        # arXiv 2507.20673: of the logarithm of the ratio.
+        "gmpo": LossPart(
+            "nanorl.algorithms.geometric_mean:GMPO", clip=(0.4, 0.4), is_of_sequences=True
+        ),
         "sapo": LossPart("nanorl.algorithms.losses:SAPO"),
         # arXiv 2506.13585 has no lower bound; 0.28 is Trinity-RFT's.
         "cispo": LossPart("nanorl.algorithms.losses:CISPO", clip=(1.0, 0.28)),

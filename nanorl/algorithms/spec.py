@@ -37,11 +37,14 @@ from nanorl.grpo import GRPO, Field
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(  # options stand in the order of the lines, from the last one up
+    groups.LengthOptions,
+    groups.TruncationOptions,
     groups.OverlongOptions,
     groups.SamplingOptions,
     groups.CorrectionOptions,
     groups.ReturnOptions,
     groups.ObservationOptions,
+    groups.EntropyMaskOptions,
     groups.EntropyOptions,
     groups.HindsightOptions,
     groups.TeacherOptions,
@@ -49,6 +52,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     groups.KLOptions,
     groups.CovarianceOptions,
     groups.SapoOptions,
+    groups.PassAtKOptions,
     groups.HierarchyOptions,
     groups.TurnOptions,
     groups.RewardPartOptions,
@@ -64,10 +68,12 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     """How token losses become one number, over the whole optimizer batch."""
     clip_low: float | None = None
     """The ratio is clipped below at 1 − clip_low; None: 0.2, for gspo 3e-4, for cispo 1 (not). For
-    dppo_tv and dppo_kl how far a probability may fall: 0.15, and 0.05 nats."""
+    gmpo at e^−clip_low: 0.4. For dppo_tv and dppo_kl how far a probability may fall: 0.15, and
+    0.05 nats."""
     clip_high: float | None = None
     """The ratio is clipped above at 1 + clip_high; None: 0.2, for gspo 4e-4, for cispo 0.28. For
-    dppo_tv and dppo_kl how far a probability may rise: 0.15, and 0.05 nats."""
+    gmpo at e^clip_high: 0.4. For dppo_tv and dppo_kl how far a probability may rise: 0.15, and
+    0.05 nats."""
     old_policy: OldPolicy = "recomputed"
     """Whose log-probs the ratio is against: the trainer's, or (o := μ) those of the rollout, or
     between μ and θ, the nearer to θ the staler the token, which no pass over the batch computes."""

@@ -134,6 +134,12 @@ class RLConfig(UpdateConfig):
                 f"{MAX_ROLLOUTS}, for all of them are held in memory"
             )
         spec = self.algorithm
+        if spec.advantage == "pass_at_k" and self.group_size <= spec.pass_k:
+            raise ValueError(
+                f"--rl.algorithm.pass-k {spec.pass_k}: must be less than --rl.group-size "
+                f"{self.group_size}, or a group is one set of k and there is nothing to compare it "
+                "with; raise the group size, or lower k"
+            )
         if self.group_size == 1 and spec.compares_members:
             name = "dynamic-sampling" if spec.dynamic_sampling else f"advantage {spec.advantage}"
             raise ValueError(

@@ -47,6 +47,10 @@ class ScoringEngine(Policy, Protocol):
     last_logps: list[Tensor]
     last_entropies: list[Tensor]
 
+    def forward_entropies(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]: ...
+
     def train_step(
         self,
         samples: Sequence[Sample],
@@ -190,6 +194,9 @@ class ScoredLearner(Learner):
             if spec.loss == "opd_topk"
             else None,
             values=None if critic is None else critic.values,
+            entropies=partial(self.engine.forward_entropies, temperature=temperature)
+            if spec.chooses_by_entropy
+            else None,
             scaffold=self.scorers.scaffold,
             known={} if known is None else known,
         )
@@ -238,6 +245,7 @@ def choose_learner(
         "thread": thread,
     }
     asks_policy = not plan.is_exact or spec.needs_sharp_logp or spec.has_hindsight
+    asks_policy = asks_policy or spec.chooses_by_entropy
     asks_models = reference is not None or critic is not None
     if not (asks_policy or asks_models or spec.observation_coef):
         return partial(Learner, replace(plan, algorithm=spec.acting), **parts)

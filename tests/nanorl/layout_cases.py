@@ -42,7 +42,7 @@ from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import TrainBatch, build_batch
 from nanorl.grpo import Field
-from nanorl.types import Rollout, TurnSpan
+from nanorl.types import Rollout, Status, TurnSpan
 
 VERSION = 4
 MAX_TOKENS = 36
@@ -101,6 +101,10 @@ SPECS: Mapping[str, AlgorithmSpec] = {
         covariance_share=0.2,
         covariance_low=0.01,
     ),
+    "gmpo": replace(
+        RECIPES["gmpo"].spec, advantage="pass_at_k", pass_k=2, clip_low=0.05, clip_high=0.05
+    ),
+    "entropy": AlgorithmSpec(entropy_share=0.2, length_coef=0.2, mask_truncated=True),
     "otb": AlgorithmSpec(advantage="otb", loss="reinforce", kl_reward_coef=0.05),
     "echo": AlgorithmSpec(observation_coef=0.3, aggregation="seq_mean_token_mean"),
     "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
@@ -213,6 +217,7 @@ def _rollout(dice: random.Random, group: int, member: int, prompt: list[int]) ->
         versions=versions,
         turn_spans=spans,
         reward=rewards[member],
+        status=Status.TRUNCATED_CONTEXT if member == 2 else Status.FINISHED,
         turn_rewards=[round(dice.random(), 2) for _ in spans],
         metrics={"reward/right": rewards[member], "reward/short": float(len(tokens))},
         hindsight=[*prompt, member + 1, member] if member else [],
@@ -275,6 +280,9 @@ def make_batches(folder: Path, reference: Path) -> dict[str, TrainBatch]:
             if spec.loss == "opd_topk"
             else None,
             values=critic.forward_values if spec.needs_critic else None,
+            entropies=partial(policy.forward_entropies, temperature=TEMPERATURE)
+            if spec.chooses_by_entropy
+            else None,
         )
         batches[name] = build_batch(
             groups, spec, max_tokens=MAX_TOKENS, version=VERSION, scoring=scoring
@@ -357,6 +365,15 @@ def scores_on_rank(
     engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
     hand = deal(samples, setting.layout).hand(samples, rank.rank)
     return engine.forward_logprobs(hand, temperature=TEMPERATURE, only_masked=True)
+
+
+def entropies_on_rank(
+    rank: Rank, folder: Path, setting: Setting, samples: list[Sample]
+) -> list[Tensor]:
+    """Entropies of this rank's hand."""
+    engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
+    hand = deal(samples, setting.layout).hand(samples, rank.rank)
+    return engine.forward_entropies(hand, temperature=TEMPERATURE)
 
 
 def tops_on_rank(

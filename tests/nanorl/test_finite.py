@@ -161,7 +161,7 @@ def in_branch(rollout: Rollout, number: float) -> None:
 
 
 OF_ROLLOUTS = [in_reward, in_turn, in_part, in_metric, in_logp, in_branch]
-OF_MODELS = ["old", "sharp", "reference", "teacher", "values", "top"]
+OF_MODELS = ["old", "sharp", "reference", "teacher", "values", "top", "entropies"]
 
 
 def spoilt(
@@ -190,6 +190,7 @@ def scoring_of(spec: AlgorithmSpec) -> dict[str, Callable[[Sequence[Sample]], An
         "teacher": guess("teacher") if spec.loss == "opd" and spec.has_hindsight else None,
         "values": guess("critic") if spec.needs_critic else None,
         "top": guess_top(spec.top_k) if spec.loss == "opd_topk" else None,
+        "entropies": guess("entropies") if spec.chooses_by_entropy else None,
     }
     return {name: score for name, score in asked.items() if score is not None}
 
@@ -244,7 +245,8 @@ def test_no_recipe_trains_on_what_a_damaged_model_says(
 
 def test_everybody_who_is_asked_was_drawn() -> None:
     """Else the property above says nothing of somebody."""
-    asked = {name for recipe in RECIPES.values() for name in scoring_of(recipe.spec)}
+    every = [*(recipe.spec for recipe in RECIPES.values()), AlgorithmSpec(entropy_share=0.5)]
+    asked = {name for spec in every for name in scoring_of(spec)}
     assert asked == set(OF_MODELS)
 
 

@@ -122,6 +122,11 @@ class PolicyRank:
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self.engine.forward_logprobs, samples, temperature=temperature)
 
+    async def forward_entropies(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> list[Tensor]:
+        return await self._work.run(self.engine.forward_entropies, samples, temperature=temperature)
+
     async def forward_top(
         self, samples: Sequence[Sample], k: int, temperature: float
     ) -> list[TopTokens]:
@@ -238,6 +243,17 @@ class RankedEngine:
         return dealt.collect(
             self._call_each(
                 PolicyRank.forward_logprobs,
+                lambda rank: (dealt.hand(samples, rank), temperature),
+            )
+        )
+
+    def forward_entropies(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        dealt = self._deal(samples)
+        return dealt.collect(
+            self._call_each(
+                PolicyRank.forward_entropies,
                 lambda rank: (dealt.hand(samples, rank), temperature),
             )
         )

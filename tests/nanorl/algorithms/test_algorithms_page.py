@@ -125,6 +125,8 @@ def test_the_numbers_in_the_formulas_are_the_code_s() -> None:
         "dppo_tv": [LOSSES["dppo_tv"].clip[0]],
         "dppo_kl": [LOSSES["dppo_kl"].clip[0]],
         "cispo": [LOSSES["cispo"].clip[1]],
+        "gmpo": [*LOSSES["gmpo"].clip],
+        "pass_at_k": [spec.pass_k],
         "kpop": [spec.correction_kl],
         "clip_cov": [LOSSES["clip_cov"].chosen_share, spec.covariance_low, spec.covariance_high],
         "kl_cov": [LOSSES["kl_cov"].chosen_share, spec.covariance_kl_coef],

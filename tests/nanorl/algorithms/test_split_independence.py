@@ -50,6 +50,9 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "dynamic_sampling": st.booleans(),
     "veto_below": st.sampled_from([0.0, 0.4]),
     "overlong_buffer": st.sampled_from([0, 12]),
+    "mask_truncated": st.booleans(),
+    "length_coef": st.sampled_from([0.0, 0.3]),
+    "entropy_share": st.sampled_from([1.0, 0.2, 0.6]),
 }
 
 
@@ -63,7 +66,8 @@ def specs(draw: st.DrawFn) -> AlgorithmSpec:
             spec = replace(spec, **{name: value})
         except ValueError:  # it would be ignored, or count twice
             continue
-    return replace(spec, overlong_buffer=min(spec.overlong_buffer, 16))  # of short rollouts
+    # Of short rollouts and small groups.
+    return replace(spec, overlong_buffer=min(spec.overlong_buffer, 16), pass_k=2)
 
 
 def groups_of(seed: int) -> list[list[Rollout]]:
@@ -118,6 +122,7 @@ def batch_of(groups: Sequence[Sequence[Rollout]], spec: AlgorithmSpec) -> TrainB
         teacher=guess("teacher") if spec.loss == "opd" and spec.has_hindsight else None,
         top=guess_top(spec.top_k) if spec.loss == "opd_topk" else None,
         values=guess("critic") if spec.needs_critic else None,
+        entropies=guess("entropies") if spec.chooses_by_entropy else None,
     )
     return build_batch(groups, spec, max_tokens=MAX_TOKENS, version=VERSION, scoring=scoring)
 

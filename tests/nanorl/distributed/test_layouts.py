@@ -23,13 +23,14 @@ from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel.dealing import Deal, data_index, deal
 from nanoengine.parallel.layout import Layout, SplitConfig
 from nanorl.algorithms import option_groups
+from nanorl.algorithms.entropy_mask import with_choice
 from nanorl.batching import TrainBatch
 from nanorl.policy_loss import PolicyLoss
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 STATISTICS = 1e-5  # they are fp32 sums whatever the model computes in
 PLANTED = 1e-3
-IN_FP32 = ("gspo", "sequence_tis", "geometric")
+IN_FP32 = ("gspo", "gmpo", "sequence_tis", "geometric")
 """Losses of whole sequences; the others' fp32 differs from these in single tokens alone."""
 
 SETTINGS = {
@@ -121,7 +122,7 @@ def test_the_specs_use_every_loss_correction_aggregation_and_advantage() -> None
 def test_clips_and_rejections_act_on_the_stored_rollouts(truth: Truth) -> None:
     """What never acts is not compared."""
     found = truth["dense", "fp64"]
-    for name in ("grpo", "gspo", "veto", "dapo", "ppo", "dppo_kl", "dppo_tv"):
+    for name in ("grpo", "gspo", "gmpo", "veto", "dapo", "ppo", "dppo_kl", "dppo_tv"):
         assert found[name].steps[0]["clip_fraction_sum"] > 0, name
     for name in ("geometric", "veto", "icepop", "kl_cov"):
         told = found[name].steps[0]
@@ -130,7 +131,7 @@ def test_clips_and_rejections_act_on_the_stored_rollouts(truth: Truth) -> None:
 
 
 def test_tokens_are_chosen_on_the_stored_rollouts(batches: dict[str, TrainBatch]) -> None:
-    for name in ("clip_cov", "kl_cov"):
+    for name in ("clip_cov", "kl_cov", "entropy"):
         chosen = [sum(sample.fields["chosen"]) for sample in batches[name].samples]
         actions = sum(sum(sample.loss_mask) for sample in batches[name].samples)
         assert 0.05 * actions < sum(chosen) < 0.3 * actions and len(set(chosen)) > 2, name
@@ -170,6 +171,27 @@ def test_log_probs_that_ranks_found_come_back_in_the_order_of_the_batch(
     found = deal(samples, setting.layout).collect(answers)
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, true, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "cp2", "dp2-shared"])
+def test_the_entropies_that_ranks_found_choose_the_tokens_that_one_process_chooses(
+    pool: WorkerPool,
+    folders: dict[str, Path],
+    batches: dict[str, TrainBatch],
+    name: str,
+) -> None:
+    setting, samples = SETTINGS[name], batches["grpo"].samples
+    engine = cases.build_engine(folders["dense"], Setting().config)
+    expected = engine.forward_entropies(samples, temperature=cases.TEMPERATURE)
+    answers = pool.run(2, cases.entropies_on_rank, folders["dense"], setting, samples)
+    found = deal(samples, setting.layout).collect(answers)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, true, rtol=0, atol=1e-10)
+    chosen = [
+        [one.fields["chosen"] for one in with_choice(samples, entropies, 0.2)]
+        for entropies in (found, expected)
+    ]
+    assert chosen[0] == chosen[1] and sum(map(sum, chosen[0])) > 0
 
 
 @pytest.mark.parametrize("k", [3, cases.VOCAB])

@@ -212,7 +212,7 @@ def test_an_unknown_algorithm_is_refused_with_all_names() -> None:
         train_agent.parse_arguments(["--algorithm", "nope"])
     names = ", ".join(RECIPES)
     assert str(caught.value) == f"--algorithm nope: no such algorithm; choose one of {names}"
-    assert len(RECIPES) == 25
+    assert len(RECIPES) == 27
 
 
 def test_the_verb_for_algorithms_says_what_each_is_and_where_it_was_published(
