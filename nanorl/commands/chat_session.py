@@ -73,7 +73,7 @@ def opened_session(
         is_theirs = not env or env == "code"
         require(config.to_json(), config.run_dir, PLAYED if is_theirs else ("agent", "sandbox"))
     if env and env != "code":
-        config = replace(config, env=env, env_args=(), reward="", tasks=None)
+        config = replace(config, env=env, env_args=(), env_weights=(), reward="", tasks=None)
     if max_tokens is not None:
         most = max(config.agent.max_context_tokens, max_tokens + 1)
         agent = replace(config.agent, max_turn_tokens=max_tokens, max_context_tokens=most)

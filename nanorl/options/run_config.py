@@ -51,11 +51,16 @@ class RunConfig:
     options and those given here. That run stays as it is."""
     model: str | None = None
     """A Hugging Face folder, a .gguf file or a hub id instead of the preset's model."""
-    env: str = ""
+    env: str | tuple[str, ...] = ""
     """Your own environment: a file (maze.py), module:Class, or one of those that come along;
-    empty: programs that solve the preset's tasks. See docs/environments.md."""
+    empty: programs that solve the preset's tasks. Several are trained in together, each with a name
+    of yours if you like (easy=maze.py). See docs/environments.md."""
+    env_weights: tuple[float, ...] = ()
+    """Of several environments, how often tasks of each are drawn: 2 1 is twice as often of the
+    first. Empty: alike."""
     env_args: tuple[str, ...] = ()
-    """Its arguments, as name=value."""
+    """Its arguments, as name=value; of several NAME.name=value, and NAME.agent.max_turns=2 for a
+    limit of one of them."""
     reward: str = ""
     """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
     reward_args: tuple[str, ...] = ()
@@ -140,6 +145,10 @@ class RunConfig:
             log_rollouts=Bound(0, 4096, "a tracker shows them on one page"),
         )
         self._check_store()
+        if self.env_weights or len(self.envs) > 1:
+            from nanorl.options.env_mix import check_mix  # here: few runs have several
+
+            check_mix(self)
         if self.deterministic and not self.rl.is_on_policy:
             raise ValueError(
                 f"--deterministic with --rl.max-staleness {self.rl.max_staleness} and "
@@ -165,6 +174,11 @@ class RunConfig:
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
             )
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """What `env` names, one by one; none where it is empty."""
+        return self.env if isinstance(self.env, tuple) else (self.env,) * bool(self.env)
 
     @property
     def saves_in_background(self) -> bool:

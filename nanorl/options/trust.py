@@ -125,6 +125,8 @@ def _named(options: Options) -> Iterator[tuple[str, list[Any]]]:
 def _is_ours(part: str, values: Sequence[Any]) -> bool:
     """Say whether a part came along with this package and is given no arguments."""
     first, *rest = values
+    if part == "env" and isinstance(first, list) and not any(rest):
+        return all(_is_ours(part, [one.rpartition("=")[2]]) for one in first)
     if any(rest) or not isinstance(first, str):
         return False
     if part in ("loss", "advantage"):
@@ -159,6 +161,8 @@ def _value(options: Options, name: str) -> Any:
 
 
 def _digest(part: str, values: Sequence[Any]) -> str:
+    if part == "env" and isinstance(values[0], list):  # several, each perhaps a file
+        values = [list(map(_whole, values[0])), *values[1:]]
     text = json.dumps([part, *map(_whole, values)], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -103,6 +103,12 @@ class RLPhase:
         state, config = self._state, self._state.config
         state.cursor.flow = trainer.state
         step.metrics.update(await self._measures.take(step.metrics))
+        if isinstance(config.env, tuple):
+            from nanorl.observability.report.environments import (
+                environment_metrics,  # few runs have several
+            )
+
+            step.metrics.update(environment_metrics(sum(step.groups, [])))
         await state.observers.on_step(step)
         self._count(step)
         state.cursor.step = step.step + 1

@@ -24,6 +24,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.distributed.roles.player import Player
 from nanorl.distributed.warm_start import WarmStart
 from nanorl.envs.base import TeacherError
+from nanorl.envs.mix import environment_of
 from nanorl.inspection.doctor.borders import border_findings
 from nanorl.inspection.doctor.machine_limits import free_memory_bytes
 from nanorl.inspection.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
@@ -47,7 +48,7 @@ from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.transcript import transcript
 from nanorl.options.parts import Parts
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import settle_sandbox
+from nanorl.options.run_kind import members_of_kind, settle_sandbox
 from nanorl.options.run_sizes import activation_bytes, resident_bytes
 from nanorl.plugins import where_raised
 from nanorl.sandbox.base import SandboxUnavailable
@@ -104,8 +105,21 @@ class Checkup:
             f"{sum(one.num_turns for one in rollouts) / count:.1f} turns, "
             f"{sum(one.num_action_tokens for one in rollouts) / count:.0f} tokens written"
         ]
+        lines += self._by_environment()
         lines += [f"sandbox: {self.sandbox}"] if self.sandbox else []
         return "\n".join([*lines, *([self.minutes.text()] if self.minutes else [])])
+
+    def _by_environment(self) -> list[str]:
+        """A line for each environment, where there are several."""
+        played: dict[str, list[Rollout]] = {}
+        for task, rollout in self.played:
+            if name := environment_of(task.task_id):
+                played.setdefault(name, []).append(rollout)
+        return [
+            f"  {name}: success {sum(one.is_success for one in those) / len(those):.0%}, reward "
+            f"{sum(one.total_reward for one in those) / len(those):.3g} of {len(those)} rollouts"
+            for name, those in played.items()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         rollouts = [rollout for _, rollout in self.played]
@@ -228,7 +242,7 @@ class _Examination:
         return [*found, memory] if memory else found
 
     async def _play(self, player: Player, train: Sequence[Task]) -> None:
-        tasks = list({task.task_id: task for task in train[: 4 * NUM_TASKS]}.values())[:NUM_TASKS]
+        tasks = self._chosen(train)
         try:
             if await self._open(player, tasks, train[:NUM_PROMPTS]):
                 start = time.perf_counter()
@@ -241,10 +255,26 @@ class _Examination:
         finally:
             await player.close_loop()
 
+    def _chosen(self, train: Sequence[Task]) -> list[Task]:
+        """The tasks to play: the first ones, of several environments as many of each."""
+        members = members_of_kind(self.parts.kind)
+        if len(members) == 1:
+            first = train[: 4 * NUM_TASKS]
+            return list({task.task_id: task for task in first}.values())[:NUM_TASKS]
+        of_each = max(1, NUM_TASKS // len(members))
+        return [
+            task
+            for name in members
+            for task in list(
+                {one.task_id: one for one in train if environment_of(one.task_id) == name}.values()
+            )[:of_each]
+        ]
+
     async def _open(self, player: Player, tasks: Sequence[Task], more: Sequence[Task]) -> bool:
         """Open an episode of each task, without a turn. False where that is no use."""
         tokenizer, found = self.parts.tokenizer, self.checkup.findings
         lengths: list[int] = []
+        seen: set[str] = set()
         beside = 0
         for task in tasks:
             env = player.kit.environment()
@@ -259,11 +289,13 @@ class _Examination:
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False
-            if not lengths:  # the tools are the same for all
-                tools = described_tools(self.parts.kind)
+            kind = members_of_kind(self.parts.kind)[name := environment_of(task.task_id)]
+            if name not in seen:  # the tools of an environment are the same for all its tasks
+                seen.add(name)
+                tools = described_tools(kind)
                 dear = tools_finding(tokenizer, opening, tools)
                 found += [dear] if dear else []
-                loop = self.config.agent.loop or self.parts.kind.loop
+                loop = self.config.agent.loop or kind.loop
                 if broken := border_findings(tokenizer, opening, tools, loop):
                     found += broken
                     return False

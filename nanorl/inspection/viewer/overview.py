@@ -23,7 +23,12 @@ from nanorl.observability.report.charts import (
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, percent
 from nanorl.observability.report.examples import NUM_STAGES
-from nanorl.observability.report.html import curves_section, outcome_section, types_section
+from nanorl.observability.report.html import (
+    curves_section,
+    environments_section,
+    outcome_section,
+    types_section,
+)
 from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import EVALUATIONS
@@ -43,6 +48,7 @@ def overview_html(run: ViewedRun) -> str:
         outcome_section(summary),
         curves_section(rows),
         _training_section(run),
+        environments_section(summary.get("per_environment") or {}, rows),
         types_section(summary["per_type"]),
         _times_section(summary.get("phase_wall_s") or {}),
     ]
