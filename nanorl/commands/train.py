@@ -108,19 +108,18 @@ def train(config: RunConfig) -> int:
 def report(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the success rates, where everything is, and what to do next."""
     # Here: the help is faster without.
-    from nanorl.observability.report.summary import EVALUATIONS, gap_text, success_rates
+    from nanorl.observability.report.summary import (
+        environment_lines,
+        gap_text,
+        success_rates,
+    )
 
     print("\nsuccess on held-out tasks, never trained on, greedy:")
     for title, rate, num_tasks in success_rates(summary):
         figure = "not measured" if rate is None else f"{rate:6.1%} of {num_tasks}"
         print(f"  {title:<22} {figure}")
-    for name, row in summary.get("per_environment", {}).items():
-        rates = (
-            f"{title} {row[one]:.1%} of {row[f'n_{one}']}"
-            for one, title in EVALUATIONS.items()
-            if one in row
-        )
-        print(f"  {name:<22} {', '.join(rates)}")
+    for line in environment_lines(summary):
+        print(f"  {line}")
     print(
         f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap "
         f"{gap_text(summary)}\n"

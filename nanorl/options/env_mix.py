@@ -64,7 +64,7 @@ def members_of(config: RunConfig) -> dict[str, Member]:
             name=name,
             spec=spec,
             arguments=tuple(pair for whose, pair in given if whose == name and not _limit(pair)),
-            limits=_limits_in([pair for whose, pair in given if whose == name and _limit(pair)]),
+            limits=_limits_of(name, [one for whose, one in given if whose == name and _limit(one)]),
             weight=weight,
         )
         for (name, spec), weight in zip(specs, weights, strict=True)
@@ -169,23 +169,24 @@ def _addressed(pair: str, names: Sequence[str]) -> tuple[str, str]:
 
 
 def _limit(pair: str) -> bool:
-    return pair.startswith("agent.")
+    """Say whether an argument is an option of the run; the environment's have no dots."""
+    return "." in pair.partition("=")[0]
 
 
-def _limits_in(pairs: Sequence[str]) -> dict[str, Any]:
+def _limits_of(name: str, pairs: Sequence[str]) -> dict[str, Any]:
     found = {}
     for pair in pairs:
         option, _, text = pair.partition("=")
         if option not in LIMITS:
             raise ValueError(
-                f"--env-args {pair}: an environment's own may be {', '.join(LIMITS)}; other "
-                "options are the run's"
+                f"--env-args {name}.{pair}: one environment alone may have {', '.join(LIMITS)}; "
+                "other options are the run's"
             )
         [value] = parse_arguments([f"value={text}"]).values()
         if not (value is None and option == "agent.max_response_tokens"):
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"--env-args {pair}: must be a whole number")
-            check_number(f"--env-args {option}=", value, 1)
+                raise ValueError(f"--env-args {name}.{pair}: must be a whole number")
+            check_number(f"--env-args {name}.{option}=", value, 1)
         found[option] = value
     return found
 

@@ -76,6 +76,8 @@ class Checkup:
     findings: list[Finding] = field(default_factory=list)
     played: list[tuple[Task, Rollout]] = field(default_factory=list)
     """Without rollouts that failed."""
+    environments: Sequence[str] = ()
+    """Their names, where there are several."""
     seconds: float = 0.0
     minutes: Minutes | None = None
     sandbox: str = ""
@@ -111,13 +113,16 @@ class Checkup:
 
     def _by_environment(self) -> list[str]:
         """A line for each environment, where there are several."""
-        played: dict[str, list[Rollout]] = {}
+        if not self.environments:
+            return []
+        played: dict[str, list[Rollout]] = {name: [] for name in self.environments}
         for task, rollout in self.played:
-            if name := environment_of(task.task_id):
-                played.setdefault(name, []).append(rollout)
+            played[environment_of(task.task_id)].append(rollout)
         return [
             f"  {name}: success {sum(one.is_success for one in those) / len(those):.0%}, reward "
             f"{sum(one.total_reward for one in those) / len(those):.3g} of {len(those)} rollouts"
+            if those
+            else f"  {name}: nothing was played to its end"
             for name, those in played.items()
         ]
 
@@ -201,6 +206,7 @@ class _Examination:
     def __init__(self, config: RunConfig, parts: Parts, checkup: Checkup) -> None:
         """`config` is the user's; that of `parts` is for one process."""
         self.config, self.parts, self.checkup = config, parts, checkup
+        checkup.environments = [name for name in members_of_kind(parts.kind) if name]
         self.errors: list[str] = []  # of rollouts
         self.traces: list[Rollout] = []
         self.trace_errors: list[str] = []
@@ -257,18 +263,15 @@ class _Examination:
 
     def _chosen(self, train: Sequence[Task]) -> list[Task]:
         """The tasks to play: the first ones, of several environments as many of each."""
-        members = members_of_kind(self.parts.kind)
-        if len(members) == 1:
-            first = train[: 4 * NUM_TASKS]
-            return list({task.task_id: task for task in first}.values())[:NUM_TASKS]
-        of_each = max(1, NUM_TASKS // len(members))
-        return [
-            task
-            for name in members
-            for task in list(
-                {one.task_id: one for one in train if environment_of(one.task_id) == name}.values()
-            )[:of_each]
-        ]
+        if not self.checkup.environments:
+            first = {task.task_id: task for task in train[: 4 * NUM_TASKS]}
+            return list(first.values())[:NUM_TASKS]
+        of_each = max(1, NUM_TASKS // len(self.checkup.environments))
+        chosen: list[Task] = []
+        for name in self.checkup.environments:
+            its = {one.task_id: one for one in train if environment_of(one.task_id) == name}
+            chosen += list(its.values())[:of_each]
+        return chosen
 
     async def _open(self, player: Player, tasks: Sequence[Task], more: Sequence[Task]) -> bool:
         """Open an episode of each task, without a turn. False where that is no use."""
@@ -289,7 +292,8 @@ class _Examination:
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False
-            kind = members_of_kind(self.parts.kind)[name := environment_of(task.task_id)]
+            name = environment_of(task.task_id) if self.checkup.environments else ""
+            kind = members_of_kind(self.parts.kind)[name]
             if name not in seen:  # the tools of an environment are the same for all its tasks
                 seen.add(name)
                 tools = described_tools(kind)

@@ -105,6 +105,23 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
     ]
 
 
+def environment_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line for each environment with its success in every evaluation; none in a run of one."""
+    titles = dict(EVALUATIONS)
+    if summary.get("warm_start_steps") == 0:
+        titles["before"] = titles["untrained"]
+    rates = summary.get("per_environment") or {}
+    return [
+        f"{name:<22} "
+        + ", ".join(
+            f"{title} {row[one]:.1%} of {row[f'n_{one}']}"
+            for one, title in titles.items()
+            if one in row
+        )
+        for name, row in rates.items()
+    ]
+
+
 def gap_text(summary: Mapping[str, Any]) -> str:
     """Say how far apart the log-probs of the two engines were, and on how many tokens and steps
     that was measured."""
