@@ -76,9 +76,7 @@ def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:
     return RecordingProxy(config.http, store=config.http_store)
 
 
-def run_hosted(
-    kind: EnvKind, config: RunConfig, folder: Path, http: HttpAccess | None
-) -> EnvKind:
+def run_hosted(kind: EnvKind, config: RunConfig, folder: Path, http: HttpAccess | None) -> EnvKind:
     """The environment with its episodes in processes of their own, where they belong there. Each of
     several has its own."""
     if isinstance(config.env, tuple):

@@ -15,6 +15,7 @@ Left out: the loop itself (trainer.py).
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from nanoengine.heads.scorer import Policy
@@ -108,7 +109,7 @@ class RLPhase:
                 environment_metrics,  # few runs have several
             )
 
-            step.metrics.update(environment_metrics(sum(step.groups, [])))
+            step.metrics.update(environment_metrics(chain.from_iterable(step.groups)))
         await state.observers.on_step(step)
         self._count(step)
         state.cursor.step = step.step + 1

@@ -44,7 +44,9 @@ def find_parsers(
         found: list[Parser] = []
         for one in members_of_kind(kind).values():
             loop = config.agent.loop or one.loop
-            found += (new for new in _parsers_of(one, loop, tokenizer, of_model) if new not in found)
+            found += (
+                new for new in _parsers_of(one, loop, tokenizer, of_model) if new not in found
+            )
         return found
     finally:
         kind.close()

@@ -1,4 +1,4 @@
-"""Two environments for the tests of runs in several: other prompts, limits, rewards, one teacher."""
+"""Two environments for the tests of runs in several: other limits and rewards, one teacher."""
 
 from __future__ import annotations
 

@@ -226,9 +226,7 @@ def test_each_environment_has_its_own_limits_and_loop() -> None:
         "echo": (Limits(max_turn_tokens=8, max_context_tokens=400), loop("one")),
         "back": (Limits(max_turn_tokens=12, max_context_tokens=400), loop("two")),
     }
-    agent = MixedAgent(
-        generator=Talker(), tokenizer=tiny_tokenizer(), limits=Limits(), members=own
-    )
+    agent = MixedAgent(generator=Talker(), tokenizer=tiny_tokenizer(), limits=Limits(), members=own)
 
     async def tokens(name: str, kind: str, prompt: str) -> int:
         env = mix().open(Services(tokenizer=tiny_tokenizer(), sandbox=None, timeout_s=5.0))
@@ -409,7 +407,7 @@ def test_success_by_environment_adds_up_its_task_types() -> None:
     assert found["b"]["after"] == pytest.approx(1 / 3) and list(found) == ["a", "b"]
     assert per_type(results)["a/x"]["after"] == 0.75, "the types are as they were"
     lines = environment_lines({"per_environment": found})
-    assert lines[0].split() == "a before RL 50.0% of 6, after RL 83.3% of 6".split()
+    assert " ".join(lines[0].split()) == "a before RL 50.0% of 6, after RL 83.3% of 6"
     page = environments_section(found, [{"step": 0, "environment/a/success": 0.25}])
     assert "By environment" in page and "83.3" in page and "by environment" in page
     assert environments_section({}, [{"step": 0}]) == "" and environment_lines({}) == []
