@@ -82,7 +82,8 @@ def run_hosted(kind: EnvKind, config: RunConfig, folder: Path, http: HttpAccess 
     if isinstance(config.env, tuple):
         from nanorl.options.mixed_kit import hosted_members  # few runs have several
 
-        return hosted_members(kind, config, folder, http)
+        host = partial(run_hosted, folder=folder, http=http)
+        return hosted_members(kind, config, host)
     num_workers = num_env_workers(config)
     if not num_workers:
         return kind
@@ -97,7 +98,7 @@ def run_agent(config: RunConfig, kind: EnvKind) -> Callable[..., Agent]:
         return Agent
     from nanorl.options.mixed_kit import mixed_agent  # few runs have several
 
-    return mixed_agent(config, kind)
+    return mixed_agent(config, kind, run_loop)
 
 
 class AgentKit(Kit):

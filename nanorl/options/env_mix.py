@@ -1,6 +1,6 @@
 """The options of a run in several environments: names, arguments, weights and limits of each.
 
-    --env maze.py easy=sums.py --env-weights 2 1 --env-args maze.size=7 easy.agent.max_turns=2
+    --env maze.py sums=math --env-weights 2 1 --env-args maze.size=7 sums.agent.max_turns=2
 
 Every environment has a name: the one before a `=`, or else the file's (`maze`), the class's or the
 catalog's own. An argument begins with the name of the environment that it is for; `NAME.agent.`
@@ -74,6 +74,8 @@ def members_of(config: RunConfig) -> dict[str, Member]:
 def check_mix(config: RunConfig) -> None:
     """ValueError for weights and arguments that do not fit the environments, or tasks of nobody."""
     count, weights = len(config.envs), config.env_weights
+    for weight in weights:
+        check_number("--env-weights ", weight, 0, is_open=True)
     if weights and count < 2:
         raise ValueError(
             f"--env-weights {_shown(weights)}: there is one environment; name several with --env, "
@@ -84,8 +86,6 @@ def check_mix(config: RunConfig) -> None:
             f"--env-weights {_shown(weights)}: {len(weights)} for {count} environments; give one "
             "for each, in the order of --env"
         )
-    for weight in weights:
-        check_number("--env-weights ", weight, 0, is_open=True)
     if count < 2:
         return
     if config.tasks is not None:

@@ -31,11 +31,11 @@ from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import ListTasks, Split
 from nanorl.envs.tasks.tiny_model import build_tiny_model
-from nanorl.flow.curriculum import load_curriculum
 from nanorl.options.agent_kit import run_agent, run_loop
 from nanorl.options.reference_check import check_reference
 from nanorl.options.reference_names import parse_references, shares_of
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_curriculum import run_curriculum
 from nanorl.options.run_kind import members_of_kind, run_kind, run_tokenizer
 from nanorl.options.run_sizes import sized
 from nanorl.task import Task
@@ -68,7 +68,7 @@ class Parts:
         self.is_env_given = env is not None
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         check_loops(config, self.kind, self.tasks)
-        load_curriculum(config.rl.curriculum)  # refused here, before any work, if it is none
+        run_curriculum(config)  # refused here, before any work, if it is none
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)

@@ -16,6 +16,7 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from nanorl.algorithms.option_groups import BOUNDS
@@ -29,6 +30,8 @@ from nanorl.options.monitor_config import MonitorConfig
 from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
 from nanorl.options.values import read_record
 
+CHECK_MIX = "nanorl.options.env_mix:check_mix"
+"""Refuses what does not fit together where a run has several environments."""
 TrackerName = Literal["wandb", "mlflow", "trackio", "clearml", "otel"]
 
 
@@ -146,9 +149,7 @@ class RunConfig:
         )
         self._check_store()
         if self.env_weights or len(self.envs) > 1:
-            from nanorl.options.env_mix import check_mix  # here: few runs have several
-
-            check_mix(self)
+            resolve_name(CHECK_MIX)(self)
         if self.deterministic and not self.rl.is_on_policy:
             raise ValueError(
                 f"--deterministic with --rl.max-staleness {self.rl.max_staleness} and "

@@ -3,7 +3,7 @@
     read_value(int, 3)                  3
     read_value(int, "3")                WrongValueError: a whole number is wanted
     read_words(int, ["3"])              3, since a command line has nothing but text
-    read_value(Named, ["a.py"])         "a.py", where one text or several may stand
+    read_value(Named, ["maze"])         "maze", where one text or several may stand
     read_record(ToolConfig, {"workers": 4}, where="config.json")
 
 A number that is whole may stand where any number may; text never stands for a number, nor a

@@ -20,10 +20,11 @@ from typing import Any
 
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
-from nanorl.flow.curriculum import TaskChooser, load_curriculum
+from nanorl.flow.curriculum import TaskChooser
 from nanorl.observability.alarms.alarms import NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
 from nanorl.observability.results import StepResult
+from nanorl.options.run_curriculum import run_curriculum
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.running_evaluation import RunningEvaluation
 from nanorl.run.state import RunState
@@ -88,7 +89,7 @@ class RLPhase:
         learner = scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords)
         # Models that score have processes of their own then, which would else be idle.
         scores_early = roles.control is not None and (reference is not None or critic is not None)
-        curriculum = load_curriculum(config.rl.curriculum)
+        curriculum = run_curriculum(config)
         return Trainer(
             config,
             learner=learner,
@@ -105,9 +106,7 @@ class RLPhase:
         state.cursor.flow = trainer.state
         step.metrics.update(await self._measures.take(step.metrics))
         if isinstance(config.env, tuple):
-            from nanorl.observability.report.environments import (
-                environment_metrics,  # few runs have several
-            )
+            from nanorl.run.environment_metrics import environment_metrics  # few have several
 
             step.metrics.update(environment_metrics(chain.from_iterable(step.groups)))
         await state.observers.on_step(step)

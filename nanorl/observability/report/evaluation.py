@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +25,8 @@ from nanorl.observability.report.summary import write_atomically
 from nanorl.task import Task
 from nanorl.types import REWARD_PART, Rollout
 
+ENVIRONMENT_OF = "nanorl.envs.mix:environment_of"
+"""Which environment a task of several is of."""
 PROMPT_CHARS = 200  # of a task in the file
 
 
@@ -120,8 +123,7 @@ class Evaluation:
         """The scores by environment, in the evaluation of several; else nothing."""
         if not isinstance(self.about.get("env"), list | tuple):
             return {}
-        from nanorl.envs.mix import environment_of  # here: few runs have several
-
+        environment_of = resolve_name(ENVIRONMENT_OF)
         found: dict[str, list[TaskScore]] = defaultdict(list)
         for score in self.scores:
             found[environment_of(score.kind)].append(score)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser
 from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import client_tool_chat
-from nanorl.envs.env_kind import EnvKind
 from nanorl.observability.trajectories.atif import AgentInfo
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import members_of_kind, run_kind
@@ -52,9 +52,7 @@ def find_parsers(
         kind.close()
 
 
-def _parsers_of(
-    kind: EnvKind, loop: str, tokenizer: ChatTokenizer, of_model: Parser
-) -> list[Parser]:
+def _parsers_of(kind: Any, loop: str, tokenizer: ChatTokenizer, of_model: Parser) -> list[Parser]:
     """The parsers of one environment whose tasks `loop` plays."""
     open_chat: Callable[[ChatTokenizer], ToolChat | None] | None
     open_chat = getattr(kind, "chat", None)  # of one that is elsewhere nothing is known

@@ -32,7 +32,6 @@ from nanorl.envs.mix import BLOCK, EnvMix, MixedTasks, environment_of, marked, u
 from nanorl.envs.rewards.base import Transcript
 from nanorl.inspection.doctor.checkup import check_run
 from nanorl.observability.report.comparison import PairedComparison
-from nanorl.observability.report.environments import environment_metrics
 from nanorl.observability.report.evaluation import Evaluation, evaluation_text
 from nanorl.observability.report.html import environments_section
 from nanorl.observability.report.summary import environment_lines
@@ -41,6 +40,7 @@ from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import run_kind
 from nanorl.options.trust import remember, unknown
+from nanorl.run.environment_metrics import environment_metrics
 from nanorl.run.manifest import environment
 from nanorl.run.parse import parse_arguments
 from nanorl.run.run_outcome import per_type

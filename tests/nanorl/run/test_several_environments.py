@@ -19,7 +19,8 @@ GAMES = Path(__file__).parents[1] / "envs" / "mixed_games.py"
 TWO = (
     *(*SMALL, "--env", f"{GAMES}:Echo", "code", "--env-weights", "1", "2"),
     *("--env-args", "Echo.most=9", "--rl.tasks-per-step", "3", "--rl.steps", "4"),
-    *("--evaluation.num-tasks", "6", "--save-every", "2"),
+    *("--evaluation.num-tasks", "6", "--save-every", "2", "--rl.curriculum", "pools"),
+    *("--rl.curriculum-args", "hard=0.4", "easy=0.4", "candidates=4"),
 )
 
 
@@ -41,6 +42,14 @@ def test_a_run_in_two_environments_survives_a_kill_bit_by_bit(whole: Path, tmp_p
     again = RunProcess(tmp_path / "log", "--resume", "--out", str(out))
     assert again.wait() == 0, again.output()
     assert differences(out, whole) == []
+
+
+def test_the_pools_are_in_the_checkpoints_and_in_every_step(whole: Path) -> None:
+    sizes = [sum(row[f"pool_{pool}"] for pool in ("easy", "normal", "hard")) for row in rows(whole)]
+    assert sizes == sorted(sizes) and sizes[0] == 3
+    with RolloutStore(whole / "rollouts.sqlite") as store:
+        assert sizes[-1] == len({entry.task_id for entry in store.entries()})
+    assert rows(whole)[-1]["pool_hard"] > 0, "nothing is solved so early"
 
 
 def test_success_of_each_is_in_summary_steps_and_at_the_end(whole: Path) -> None:
