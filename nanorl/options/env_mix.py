@@ -107,17 +107,24 @@ def mixed_defaults(
     """The options that several environments stand for; `own` has the defaults of each, `given` what
     the user decides. ValueError where they do not agree."""
     found: dict[str, Any] = {}
+    differ: dict[str, Mapping[str, Any]] = {}
     for option in dict.fromkeys(name for defaults in own.values() for name in defaults):
         if option in LIMITS or option in given:
             continue
         said = {name: one[option] for name, one in own.items() if option in one}
-        if len(set(map(repr, said.values()))) > 1:
-            wanted = ", ".join(f"{name} {value}" for name, value in said.items())
-            raise ValueError(
-                f"--env {' '.join(config.envs)}: their defaults of {option} differ ({wanted}), and "
-                f"a run has one; say which with --{option.replace('_', '-')}"
-            )
         found[option] = next(iter(said.values()))
+        if any(value != found[option] for value in said.values()):
+            differ[option] = said
+    if differ:
+        wanted = "; ".join(
+            f"{option}: {', '.join(f'{name} {value}' for name, value in said.items())}"
+            for option, said in differ.items()
+        )
+        flags = " ".join(f"--{one.replace('_', '-')} {found[one]}" for one in differ)
+        raise ValueError(
+            f"--env {' '.join(config.envs)}: a run has one value of each option, and their "
+            f"defaults differ ({wanted}); say which, as {flags}"
+        )
     members = members_of(config)
     for option in LIMITS:
         mine = getattr(config.agent, option.removeprefix("agent."))

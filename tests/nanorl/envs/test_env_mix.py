@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 from agent_doubles import tiny_tokenizer
 from mixed_games import Echo, Reverse
 
@@ -22,6 +23,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.mixed_agent import MixedAgent
 from nanorl.commands.api import configured
+from nanorl.commands.chat_session import _one_of
 from nanorl.commands.compare import comparison_text
 from nanorl.commands.evaluate import EvalOptions
 from nanorl.distributed.warm_start import WarmStart
@@ -42,7 +44,7 @@ from nanorl.options.run_kind import run_kind
 from nanorl.options.trust import remember, unknown
 from nanorl.run.environment_metrics import environment_metrics
 from nanorl.run.manifest import environment
-from nanorl.run.parse import parse_arguments
+from nanorl.run.parse import _elsewhere, parse_arguments
 from nanorl.run.run_outcome import per_type
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -282,7 +284,7 @@ def test_other_defaults_have_to_agree_unless_the_user_decides(tmp_path: Path) ->
             "    def step(self, text): return self.done(reward=1.0)\n"
         )
     one, two, three = (str(tmp_path / f"{name}.py") for name in ("one", "two", "three"))
-    with pytest.raises(ValueError, match=r"rl.steps differ \(one 4, two 9\).*--rl.steps"):
+    with pytest.raises(ValueError, match=r"differ \(rl.steps: one 4, two 9\).*as --rl.steps 4"):
         parse_arguments(["--preset", "tiny", "--env", one, two])
     assert parse_arguments(["--env", one, two, "--rl.steps", "2"]).rl.steps == 2
     assert parse_arguments(["--env", one, three]).rl.steps == 4
@@ -392,6 +394,31 @@ def test_an_evaluation_is_of_several_too(tmp_path: Path) -> None:
     assert config.agent.max_turns == 3
     one = replace(options, env=ECHO, env_weights=()).run_config(SimpleNamespace(run=config))  # type: ignore[arg-type]
     assert one.env == ECHO and one.env_weights == () and one.agent.max_turns == 1
+
+
+def test_the_command_line_of_an_evaluation_takes_several() -> None:
+    words = ["x", "--env", "a.py", "b.py", "--env-weights", "2", "1", "--env-args", "a.n=1"]
+    read = tyro.cli(EvalOptions, args=words)
+    assert (read.env, read.env_weights) == (("a.py", "b.py"), (2.0, 1.0))
+    assert tyro.cli(EvalOptions, args=["x", "--env", "a.py"]).env in ("a.py", ("a.py",))
+
+
+def test_a_fork_elsewhere_leaves_names_arguments_and_weights_behind() -> None:
+    chosen = {"env": "guess"}
+    several = parse_arguments([*BOTH, "--env-args", "Echo.most=9", "--env-weights", "2", "1"])
+    one = replace(tiny(), env="wordle", env_args=("words=short",))
+    for before in (several, one):
+        fork = _elsewhere(before, chosen, None)
+        assert (fork.env, fork.env_args, fork.env_weights) == ("guess", (), ())
+        assert fork.rl == before.rl
+
+
+def test_a_chat_is_with_one_of_them() -> None:
+    config = parse_arguments([*BOTH, "--env-args", "Echo.most=9"])
+    alone = _one_of(config, "Echo", "runs/x")
+    assert (alone.env, alone.env_args, alone.env_weights) == (ECHO, ("most=9",), ())
+    with pytest.raises(ValueError, match=r"\(none\): runs/x was trained in several.*Echo, back"):
+        _one_of(config, "", "runs/x")
 
 
 # -- what is said of each ----------------------------------------------------------------------
