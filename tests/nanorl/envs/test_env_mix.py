@@ -191,6 +191,14 @@ def test_a_teacher_shows_its_own_environments_tasks() -> None:
         )
 
     assert asyncio.run(shown()) == "25"
+    asked: list[Task] = []
+    keen: Any = SimpleNamespace(
+        demonstrator=lambda task, *rest: asked.append(task), loop="tool", has_tools=False,
+        needs_sandbox=False, has_teacher=True,
+    )  # fmt: skip
+    own = Task("25", kind="echo")
+    EnvMix({"it": keen}, {"it": 1.0}).demonstrator(marked(own, "it"), *([None] * 3))  # type: ignore[arg-type]
+    assert asked == [own], "the teacher is given its own task"
 
 
 def test_a_warm_start_plays_the_environments_that_have_a_teacher() -> None:

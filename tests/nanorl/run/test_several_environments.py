@@ -12,6 +12,8 @@ from run_outcomes import differences
 
 from nanorl import cli
 from nanorl.envs.mix import environment_of
+from nanorl.inspection.viewer.overview import overview_html
+from nanorl.inspection.viewer.runs import ViewedRun
 from nanorl.observability.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
@@ -73,7 +75,15 @@ def test_success_of_each_is_in_summary_steps_and_at_the_end(whole: Path) -> None
     assert "  Echo " in printed and "  code " in printed
 
 
-def test_it_is_replayed_and_evaluated(
+def test_the_model_card_names_both_and_chats_with_one(whole: Path) -> None:
+    card = (whole / "model-trained" / "README.md").read_text()
+    assert "the environments" in card and "mixed_games.py:Echo, code" in card
+    assert "--env mixed_games.py:Echo code" in card, "nanorl eval plays both"
+    [chat] = [line for line in card.splitlines() if line.startswith("nanorl chat")]
+    assert chat.endswith("--env mixed_games.py:Echo")
+
+
+def test_it_is_replayed_viewed_and_evaluated(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["replay", str(whole)]) == 0
@@ -81,6 +91,9 @@ def test_it_is_replayed_and_evaluated(
     out = str(tmp_path / "eval")
     words = ["--num-tasks", "3", "--out", out, "--device", "cpu"]
     assert cli.main(["eval", str(whole), *words]) == 0
+    for folder in (whole, Path(out)):
+        page = overview_html(ViewedRun("it", folder))
+        assert "By environment" in page and ">Echo<" in page, "the viewer's first page"
     printed = capsys.readouterr().out
     assert "  Echo " in printed and "  code " in printed
     assert cli.main(["compare", f"{whole}:before", str(whole)]) == 0
