@@ -41,13 +41,11 @@ def find_parsers(
         say(f"the environment is not there: calls are read as the model's chat has them ({error})")
         return [of_model]
     try:
-        found: list[Parser] = []
+        parsers: list[Parser] = []
         for one in members_of_kind(kind).values():
-            loop = config.agent.loop or one.loop
-            found += (
-                new for new in _parsers_of(one, loop, tokenizer, of_model) if new not in found
-            )
-        return found
+            own = _parsers_of(one, config.agent.loop or one.loop, tokenizer, of_model)
+            parsers += (parser for parser in own if parser not in parsers)
+        return parsers
     finally:
         kind.close()
 
