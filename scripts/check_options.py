@@ -60,7 +60,7 @@ KEPT = (
     *(
         "task-fields",
         "env",
-        *("reward", "rl.algorithm.reward-parts"),
+        *("reward", "rl.algorithm.reward-parts", "rl.curriculum-args"),
         *("agent.loop", "agent.scorer-key-file"),
         "agent.template-args",
         "lora.targets",

@@ -73,9 +73,9 @@ def train(
 
     `model` is a preset (smollm2, tiny), a Hugging Face folder or a name; None: what `options`, a
     file they name or the run that goes on says, else smollm2; `env` a class derived from
-    `nanorl.Env`, or a text as `--env` takes it; `options` any others by their names on the command
-    line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong with them. Stopping it
-    raises `Interrupted` after saving.
+    `nanorl.Env`, or a text as `--env` takes it, or a list of several; `options` any others by their
+    names on the command line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong with
+    them. Stopping it raises `Interrupted` after saving.
     """
     given: dict[str, Any] = dict(options or {})
     if model is not None and model not in PRESETS:
@@ -111,8 +111,9 @@ def evaluate(
     from nanorl.commands.evaluate import EvalOptions, evaluation_of
 
     given: dict[str, Any] = {"model": str(model), "num_tasks": num_tasks, "k": k, "out": out}
-    if isinstance(env, str):
-        given["env"], env = env, None
+    named, env = _named(env)
+    if named:
+        given["env"] = named
     chosen = read_record(EvalOptions, given | dict(options or {}), where="evaluate")
     return evaluation_of(chosen, env=env, run_to_end=run_to_end)[0]
 
@@ -140,12 +141,27 @@ def configured(model: str | None, env: Any, options: Mapping[str, Any]) -> tuple
     given: dict[str, Any] = {"preset": model} if model in PRESETS else {}
     given |= options
     file = given.pop("config", None)
-    if isinstance(env, str):
-        given["env"], env = env, None
+    named, env = _named(env)
+    if named:
+        given["env"] = named
     read = read_mapping(given, where="train")
     config, env = _with_environment(configure(read, file and Path(file), env), env)
     check_continuation(config)
     return config, env
+
+
+def _named(env: Any) -> tuple[str | list[str], Any]:
+    """What `--env` would be, and the object that goes along; several have a name each from the
+    start, since options are said by it. One object alone gets its name later."""
+    if isinstance(env, list | tuple):
+        if len(env) == 1:
+            return _named(env[0])
+        if not env:
+            raise ValueError("env=[]: names no environment; leave it out, or name one")
+        objects = [None if isinstance(one, str) else one for one in env]
+        names = [one if isinstance(one, str) else _name_of(one) for one in env]
+        return names, objects if any(one is not None for one in objects) else None
+    return (env, None) if isinstance(env, str) else ("", env)
 
 
 def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
@@ -154,14 +170,24 @@ def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
     if env is None:
         return config, None
     if config.cluster.backend == "inline":
-        return dataclasses.replace(config, env=_name_of(env), env_workers=0), env
+        name = config.env if isinstance(env, list) else _name_of(env)
+        return dataclasses.replace(config, env=name, env_workers=0), env
+    if isinstance(env, list):
+        specs = zip(config.envs, env, strict=True)
+        found = [spec if one is None else _found_elsewhere(one) for spec, one in specs]
+        return with_options(config, {"env": found}, where="train"), None
+    return with_options(config, {"env": _found_elsewhere(env)}, where="train"), None
+
+
+def _found_elsewhere(env: Any) -> str:
+    """The name by which other processes find the class."""
     name = spec_of(env)
     if name is None:
         raise ValueError(
             f"env={env!r}: other processes cannot find it; put the class into a file and import it "
             "from there, or leave cluster.backend inline"
         )
-    return with_options(config, {"env": name}, where="train"), None
+    return name
 
 
 def _name_of(env: Any) -> str:

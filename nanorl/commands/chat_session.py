@@ -70,9 +70,11 @@ def opened_session(
         find_models(base)  # here: the engine is made when it is first asked
     config = saved.run or _plain_config()
     if saved.run is not None:
-        is_theirs = not env or env == "code"
+        is_theirs = not env or env == "code" or isinstance(config.env, tuple)
         require(config.to_json(), config.run_dir, PLAYED if is_theirs else ("agent", "sandbox"))
-    if env and env != "code":
+    if isinstance(config.env, tuple):
+        config = _one_of(config, env, source)
+    elif env and env != "code":
         config = replace(config, env=env, env_args=(), reward="", tasks=None)
     if max_tokens is not None:
         most = max(config.agent.max_context_tokens, max_tokens + 1)
@@ -88,6 +90,20 @@ def opened_session(
         tokenizer = run_tokenizer(config, folder)
         conversation = Conversation(tokenizer, limits, sampling, environment)
         yield ChatSession(saved, config, engines, conversation)
+
+
+def _one_of(config: RunConfig, env: str, source: str) -> RunConfig:
+    """The options of a run in several environments for the one of that name. ValueError where there
+    is none: what a person says does not tell whose task it is."""
+    from nanorl.options.env_mix import alone, members_of  # here: few runs have several
+
+    members = members_of(config)
+    if env not in members:
+        raise ValueError(
+            f"--env {env or '(none)'}: {source} was trained in several environments; name the one "
+            f"that answers: {', '.join(members)}"
+        )
+    return alone(config, members[env])
 
 
 def _plain_config() -> RunConfig:

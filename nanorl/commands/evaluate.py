@@ -56,10 +56,13 @@ class EvalOptions:
     """Of the sampling; default 0 (greedy) for one sample, else 1."""
     preset: str = "smollm2"
     """Where environment and limits come from, unless MODEL is a run, which has its own."""
-    env: str = ""
-    """As in training: a file (maze.py), module:Class, or one of those that come along."""
+    env: str | tuple[str, ...] = ""
+    """As in training: a file (maze.py), module:Class, or one of those that come along; or several.
+    """
+    env_weights: tuple[float, ...] = ()
+    """Of several environments, how many tasks of each are played, in proportion."""
     env_args: tuple[str, ...] = ()
-    """Its arguments, as name=value."""
+    """Its arguments, as name=value; of several NAME.name=value."""
     reward: str = ""
     """A reward in place of the environment's own."""
     agent: str = ""
@@ -92,8 +95,8 @@ class EvalOptions:
         """The options of a run that would play these tasks with the models of `saved`; `env` is an
         environment given as an object."""
         if saved.run is None:
-            chosen = {"preset": self.preset, "env": self.env, "env_args": self.env_args}
-            config = configure(chosen, env=env)
+            named = {"env": self.env, "env_args": self.env_args, "env_weights": self.env_weights}
+            config = configure({"preset": self.preset, **named}, env=env)
         else:
             one = RunConfig()  # in one process, however the run was laid out
             config = replace(
@@ -102,6 +105,7 @@ class EvalOptions:
         given = {
             "env": self.env,
             "env_args": self.env_args,
+            "env_weights": self.env_weights,
             "reward": self.reward,
             "agent.loop": self.agent,
             "agent.loop_args": self.agent_args,
@@ -109,9 +113,10 @@ class EvalOptions:
             "task_fields": self.task_fields,
         }
         given = {name: value for name, value in given.items() if value}
-        config = with_options(config, given, where="nanorl eval")
         if self.env and saved.run is not None:  # another one than the run's, with its own limits
-            config = replace(config, env_args=self.env_args)
+            config = replace(config, env="", env_args=(), env_weights=())
+        config = with_options(config, given, where="nanorl eval")
+        if self.env and saved.run is not None:
             config = for_environment(config, run_kind(config, env))
         if saved.run is not None:
             require_but(config.to_json(), saved.run.run_dir, PLAYED, given)

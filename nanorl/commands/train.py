@@ -61,8 +61,9 @@ def run_training(
         parts = Parts(config, env=env)
         config, walls = settle_sandbox(parts.config, parts.kind)
         parts.config = config
-        if config.rl.steps:
-            parts.tasks.train.batch(0, 1)  # tasks that must not be trained on are refused here
+        if config.rl.steps:  # tasks that must not be trained on are refused here
+            for source in getattr(parts.tasks.train, "sources", {"": parts.tasks.train}).values():
+                source.batch(0, 1)
 
         def first_roles() -> Roles:
             roles = make_roles(parts)  # before anything is written: they may refuse the options
@@ -107,12 +108,18 @@ def train(config: RunConfig) -> int:
 def report(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the success rates, where everything is, and what to do next."""
     # Here: the help is faster without.
-    from nanorl.observability.report.summary import gap_text, success_rates
+    from nanorl.observability.report.summary import (
+        environment_lines,
+        gap_text,
+        success_rates,
+    )
 
     print("\nsuccess on held-out tasks, never trained on, greedy:")
     for title, rate, num_tasks in success_rates(summary):
         figure = "not measured" if rate is None else f"{rate:6.1%} of {num_tasks}"
         print(f"  {title:<22} {figure}")
+    for line in environment_lines(summary):
+        print(f"  {line}")
     print(
         f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap "
         f"{gap_text(summary)}\n"

@@ -48,8 +48,10 @@ class WarmStart:
 
     @cached_property
     def tasks(self) -> TaskSet:
-        """The environment's own, whatever the run trains on: of those somebody knows the way."""
-        return self.kit.kind.tasks(derive_seed(self.config.seed, "warm-start"))
+        """The environment's own, whatever the run trains on: of those somebody knows the way. Of
+        several environments those that have a teacher."""
+        tasks = self.kit.kind.tasks(derive_seed(self.config.seed, "warm-start"))
+        return getattr(tasks, "taught", tasks)
 
     async def samples(self, step: int) -> list[Sample]:
         """May be called ahead of time: the teacher plays in the sandbox while an optimizer runs."""

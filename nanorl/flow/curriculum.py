@@ -1,8 +1,10 @@
-"""Which task is played next: `Curriculum`, and two of them.
+"""Which task is played next: `Curriculum`, and how one is found.
 
     in_order    the tasks as their source gives them, each epoch shuffled anew
     learnable   of some candidates the one whose kind earns rewards that vary most, which with 0
                 and 1 is one that is solved half of the time: differences are what is learnt from
+    pools       by task: those that are solved always, never and sometimes have shares of what is
+                played (difficulty_pools.py)
 
 A curriculum of your own is a class in a file, `--rl.curriculum mine.py:Hardest`:
 
@@ -20,6 +22,7 @@ Left out: held-out tasks, which nobody chooses.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -118,14 +121,25 @@ KNOWN: Mapping[str, str] = MappingProxyType(
     {
         "in_order": "nanorl.flow.curriculum:InOrder",
         "learnable": "nanorl.flow.curriculum:Learnable",
+        "pools": "nanorl.flow.difficulty_pools:DifficultyPools",
     }
 )
 
 
-def load_curriculum(name: str) -> Curriculum:
-    """One of ours, or a class of the user's. ValueError where there is none."""
-    found: Curriculum = load_object(name, what="rl.curriculum", known=KNOWN, fits=_is_curriculum)()
-    return found
+def load_curriculum(name: str, arguments: Mapping[str, Any] | None = None) -> Curriculum:
+    """One of ours, or a class of the user's. ValueError where there is none, or it takes other
+    arguments."""
+    found = load_object(name, what="rl.curriculum", known=KNOWN, fits=_is_curriculum)
+    given = dict(arguments or {})
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        raise ValueError(
+            f"--rl.curriculum-args {given}: {name} does not take them: {error}; it takes "
+            f"{inspect.signature(found)}"
+        ) from None
+    made: Curriculum = found(**given)
+    return made
 
 
 def _is_curriculum(found: Any) -> bool:
@@ -148,6 +162,11 @@ class TaskChooser:
 
     def observe(self, task: Task, rewards: Sequence[float]) -> None:
         self._curriculum.observe(task, rewards)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the curriculum has of itself, for the metrics of a step."""
+        numbers = getattr(self._curriculum, "metrics", None)
+        return {} if numbers is None else numbers()
 
     def state(self) -> dict[str, Any]:
         return self._curriculum.state()

@@ -5,7 +5,7 @@ Left out: playing (nanorl/agents/kit.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,31 @@ def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:
     return RecordingProxy(config.http, store=config.http_store)
 
 
+def run_hosted(kind: EnvKind, config: RunConfig, folder: Path, http: HttpAccess | None) -> EnvKind:
+    """The environment with its episodes in processes of their own, where they belong there. Each of
+    several has its own."""
+    if isinstance(config.env, tuple):
+        from nanorl.options.mixed_kit import hosted_members  # few runs have several
+
+        host = partial(run_hosted, folder=folder, http=http)
+        return hosted_members(kind, config, host)
+    num_workers = num_env_workers(config)
+    if not num_workers:
+        return kind
+    from nanorl.options.hosted_kind import HostedKind  # nanosched's processes: not always needed
+
+    return HostedKind(kind, config, folder, num_workers, http)
+
+
+def run_agent(config: RunConfig, kind: EnvKind) -> Callable[..., Agent]:
+    """Make the run's agents: in several environments such as have each one's limits and loop."""
+    if not isinstance(config.env, tuple):
+        return Agent
+    from nanorl.options.mixed_kit import mixed_agent  # few runs have several
+
+    return mixed_agent(config, kind, run_loop)
+
+
 class AgentKit(Kit):
     """Owns the environment of a run, and its sandbox if it needs one. `close()` ends them."""
 
@@ -94,13 +119,8 @@ class AgentKit(Kit):
         self._proxy: RecordingProxy | None = None
         if config.http.mode != "off":
             self._proxy = open_proxy(config, is_given=is_given)
-        num_workers = 0 if is_given else num_env_workers(config)
-        if num_workers:
-            from nanorl.options.hosted_kind import (
-                HostedKind,  # nanosched's processes: not always needed
-            )
-
-            self.kind = HostedKind(self.kind, config, folder, num_workers, self._http)
+        if not is_given:
+            self.kind = run_hosted(self.kind, config, folder, self._http)
         tokenizer = run_tokenizer(config, folder)
         self.sandbox: WorkspaceSandbox | None = None
         if self.kind.needs_sandbox:
@@ -113,7 +133,7 @@ class AgentKit(Kit):
             tokenizer=tokenizer, sandbox=self.sandbox, timeout_s=config.tool.timeout_s
         )
         make_agent = partial(
-            Agent,
+            run_agent(config, self.kind),
             tokenizer=tokenizer,
             limits=config.agent,
             loop=run_loop(config, self.kind),

@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 from nanorl.options.names import ALIASES, known_options
 from nanorl.options.presets import PRESETS, get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.options.values import choices, did_you_mean, inner_kind, is_open_choice
+from nanorl.options.values import (
+    choices,
+    did_you_mean,
+    inner_kind,
+    is_one_or_more,
+    is_open_choice,
+)
 
 WIDTH, COLUMN = 100, 32
 
@@ -89,8 +95,11 @@ class OptionText(NamedTuple):
     @property
     def _metavar(self) -> str:
         inner = inner_kind(self.kind)
+        if is_one_or_more(inner):
+            return "TEXT ..."
         if typing.get_origin(inner) is tuple:
-            return "A B ..." if choices(typing.get_args(inner)[0]) else "TEXT ..."
+            (one, _) = typing.get_args(inner)
+            return "A B ..." if choices(one) else f"{_METAVARS[one]} ..."
         return "NAME" if choices(inner) else _METAVARS[str if is_open_choice(inner) else inner]
 
 

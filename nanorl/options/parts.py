@@ -31,12 +31,12 @@ from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import ListTasks, Split
 from nanorl.envs.tasks.tiny_model import build_tiny_model
-from nanorl.flow.curriculum import load_curriculum
-from nanorl.options.agent_kit import run_loop
+from nanorl.options.agent_kit import run_agent, run_loop
 from nanorl.options.reference_check import check_reference
 from nanorl.options.reference_names import parse_references, shares_of
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import run_kind, run_tokenizer
+from nanorl.options.run_curriculum import run_curriculum
+from nanorl.options.run_kind import members_of_kind, run_kind, run_tokenizer
 from nanorl.options.run_sizes import sized
 from nanorl.task import Task
 from nanorl.types import kind_of
@@ -68,7 +68,7 @@ class Parts:
         self.is_env_given = env is not None
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         check_loops(config, self.kind, self.tasks)
-        load_curriculum(config.rl.curriculum)  # refused here, before any work, if it is none
+        run_curriculum(config)  # refused here, before any work, if it is none
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
@@ -94,7 +94,7 @@ class Parts:
     def _check_hindsight(self, config: RunConfig) -> None:
         """`ValueError` for hindsight that this model, agent or these tasks have no place for."""
         spec, most = config.rl.algorithm, self.shape.max_position_embeddings
-        if getattr(run_loop(config, self.kind), "is_behind_api", False):
+        if is_behind_api(config, self.kind):
             raise ValueError(
                 f"--rl.algorithm.hindsight {spec.hindsight}: an agent that calls an API writes "
                 "its own prompts, and a teacher would have to read others; choose another "
@@ -233,19 +233,26 @@ def check_lora(config: RunConfig, model: ModelConfig) -> None:
 def check_loops(config: RunConfig, kind: EnvKind, tasks: Tasks) -> None:
     """`ValueError` for an agent loop that does not exist: the run's own, or one that a task names,
     as far as tasks are known before they are drawn."""
-    loop = run_loop(config, kind)
-    if config.warm_start.steps and getattr(loop, "is_behind_api", False):
+    is_api = is_behind_api(config, kind)
+    run_agent(config, kind)  # of several environments: limits of each that fit together
+    if config.warm_start.steps and is_api:
         raise ValueError(
             f"--warm-start.steps {config.warm_start.steps}: there is no teacher for an agent that "
             "calls an API; set --warm-start.steps 0, or --fork a run that was warmed up without it"
         )
-    train = tasks.train
-    listed = train.tasks if isinstance(train, ListTasks) else ()
+    sources = getattr(tasks.train, "sources", {"": tasks.train}).values()
+    listed = [one for train in sources if isinstance(train, ListTasks) for one in train.tasks]
     for name in {task.agent for task in (*listed, *tasks.heldout) if task.agent}:
         try:
             load_loop(name)
         except ValueError as error:
             raise ValueError(f"a task's agent {name!r}: {error}") from None
+
+
+def is_behind_api(config: RunConfig, kind: EnvKind) -> bool:
+    """Say whether a run has an agent that calls the policy through an API."""
+    loops = (run_loop(config, one) for one in members_of_kind(kind).values())
+    return any(getattr(loop, "is_behind_api", False) for loop in loops)
 
 
 def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:

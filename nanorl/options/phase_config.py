@@ -67,7 +67,10 @@ class RLConfig(UpdateConfig):
     """Optimizer steps of one pass, each on an equal part of the batch's groups."""
     curriculum: str = "in_order"
     """Which task is played next: in_order, learnable (kinds that are solved about half of the
-    time), or a class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
+    time), pools (tasks solved always, never and sometimes have shares of what is played), or a
+    class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
+    curriculum_args: tuple[str, ...] = ()
+    """Its arguments, as name=value; of pools easy=0.1 hard=0.2, shares of what is played."""
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     """Which groups make a batch, and what becomes of those that do not fit."""
     concurrency: int = 0

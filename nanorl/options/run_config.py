@@ -16,6 +16,7 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from nanorl.algorithms.option_groups import BOUNDS
@@ -29,6 +30,8 @@ from nanorl.options.monitor_config import MonitorConfig
 from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
 from nanorl.options.values import read_record
 
+CHECK_MIX = "nanorl.options.env_mix:check_mix"
+"""Refuses what does not fit together where a run has several environments."""
 TrackerName = Literal["wandb", "mlflow", "trackio", "clearml", "otel"]
 
 
@@ -51,11 +54,16 @@ class RunConfig:
     options and those given here. That run stays as it is."""
     model: str | None = None
     """A Hugging Face folder, a .gguf file or a hub id instead of the preset's model."""
-    env: str = ""
+    env: str | tuple[str, ...] = ""
     """Your own environment: a file (maze.py), module:Class, or one of those that come along;
-    empty: programs that solve the preset's tasks. See docs/environments.md."""
+    empty: programs that solve the preset's tasks. Several are trained in together, each with a name
+    of yours if you like (easy=maze.py). See docs/environments.md."""
+    env_weights: tuple[float, ...] = ()
+    """Of several environments, how often tasks of each are drawn: 2 1 is twice as often of the
+    first. Empty: alike."""
     env_args: tuple[str, ...] = ()
-    """Its arguments, as name=value."""
+    """Its arguments, as name=value; of several NAME.name=value, and NAME.agent.max_turns=2 for a
+    limit of one of them."""
     reward: str = ""
     """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
     reward_args: tuple[str, ...] = ()
@@ -140,6 +148,8 @@ class RunConfig:
             log_rollouts=Bound(0, 4096, "a tracker shows them on one page"),
         )
         self._check_store()
+        if self.env_weights or len(self.envs) > 1:
+            resolve_name(CHECK_MIX)(self)
         if self.deterministic and not self.rl.is_on_policy:
             raise ValueError(
                 f"--deterministic with --rl.max-staleness {self.rl.max_staleness} and "
@@ -165,6 +175,11 @@ class RunConfig:
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
             )
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """What `env` names, one by one; none where it is empty."""
+        return self.env if isinstance(self.env, tuple) else (self.env,) * bool(self.env)
 
     @property
     def saves_in_background(self) -> bool:

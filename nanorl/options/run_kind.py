@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ NUM_WORKERS = 2
 
 
 def run_kind(config: RunConfig, env: object = None) -> EnvKind:
-    """The kind of `env` where one is given as an object. ValueError if what is named cannot be
-    found or imported."""
+    """The kind of `env` where one is given as an object, or a sequence of them (None: as named)
+    where the run names several. ValueError if what is named cannot be found or imported."""
+    if isinstance(config.env, tuple):
+        return _mix(config, env)
     kind: EnvKind = get_preset(config.preset).environment()
     arguments = parse_arguments(config.env_args)
     if env is not None:
@@ -49,6 +52,26 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
         given = parse_arguments(config.reward_args)
         kind = JudgedKind(kind, load_reward(config.reward, _sandbox_arguments(config) | given))
     return kind
+
+
+def _mix(config: RunConfig, given: object) -> EnvKind:
+    """The environments of a run that names several; some may be given as objects."""
+    from nanorl.envs.mix import EnvMix  # here: few runs have several
+    from nanorl.options.env_mix import alone, members_of
+
+    members = members_of(config)
+    objects = given if isinstance(given, Sequence) else (None,) * len(members)
+    kinds = {
+        name: run_kind(alone(config, member), one)
+        for (name, member), one in zip(members.items(), objects, strict=True)
+    }
+    return EnvMix(kinds, {name: member.weight for name, member in members.items()})
+
+
+def members_of_kind(kind: EnvKind) -> Mapping[str, EnvKind]:
+    """The environments of a run by their names; one alone has the name ""."""
+    found: Mapping[str, EnvKind] = getattr(kind, "members", {"": kind})
+    return found
 
 
 def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
@@ -92,7 +115,9 @@ def _sandbox_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def num_env_workers(config: RunConfig) -> int:
-    """In how many processes the episodes are played; 0: in the caller's own."""
+    """In how many processes the episodes of a run's one environment are played; 0: in the caller's
+    own."""
+    assert not isinstance(config.env, tuple), "each of several is asked for alone"
     if config.env_workers is not None:
         return config.env_workers
     is_own = config.env in ("", PRESETS_OWN) and not config.reward

@@ -35,7 +35,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sandbox": ("tool.allow_unsafe_sandbox",),
         "loss": ("rl.algorithm.loss",),
         "advantage": ("rl.algorithm.advantage",),
-        "curriculum": ("rl.curriculum",),
+        "curriculum": ("rl.curriculum", "rl.curriculum_args"),
         "servers": ("rollout.addresses", "rollout.api_key_file"),
         "cluster": ("cluster.address",),
         "alerts": ("monitor.alerts",),
@@ -125,6 +125,12 @@ def _named(options: Options) -> Iterator[tuple[str, list[Any]]]:
 def _is_ours(part: str, values: Sequence[Any]) -> bool:
     """Say whether a part came along with this package and is given no arguments."""
     first, *rest = values
+    if part == "env" and isinstance(first, list) and not any(rest):
+        return all(_is_ours(part, [one.rpartition("=")[2]]) for one in first)
+    if part == "curriculum":
+        from nanorl.flow.curriculum import KNOWN  # here: few options need them
+
+        return first in KNOWN  # their arguments are shares and counts
     if any(rest) or not isinstance(first, str):
         return False
     if part in ("loss", "advantage"):
@@ -141,10 +147,6 @@ def _is_ours(part: str, values: Sequence[Any]) -> bool:
         return first in REWARDS
     if part == "agent":
         return first in LOOPS and first != "command"
-    if part == "curriculum":
-        from nanorl.flow.curriculum import KNOWN  # here: few options need them
-
-        return first in KNOWN
     return False
 
 
@@ -159,6 +161,10 @@ def _value(options: Options, name: str) -> Any:
 
 
 def _digest(part: str, values: Sequence[Any]) -> str:
+    if part == "env" and isinstance(values[0], list):  # several, each perhaps a file
+        values = [list(map(_whole, values[0])), *values[1:]]
+    if part == "curriculum" and not values[1]:
+        values = values[:1]  # as it was remembered before it had arguments
     text = json.dumps([part, *map(_whole, values)], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,6 +3,7 @@
     read_value(int, 3)                  3
     read_value(int, "3")                WrongValueError: a whole number is wanted
     read_words(int, ["3"])              3, since a command line has nothing but text
+    read_value(Named, ["maze"])         "maze", where one text or several may stand
     read_record(ToolConfig, {"workers": 4}, where="config.json")
 
 A number that is whole may stand where any number may; text never stands for a number, nor a
@@ -49,6 +50,8 @@ def read_value(kind: Any, value: Any) -> Any:
     inner = inner_kind(kind)
     if inner is not kind and (value is None or value == "None"):
         return None
+    if is_one_or_more(inner):
+        return _read_one_or_more(inner, value)
     origin = typing.get_origin(inner)
     if origin is tuple:
         return _read_tuple(inner, value)
@@ -65,6 +68,8 @@ def read_words(kind: Any, words: Sequence[str]) -> Any:
     """The value that the words after a flag stand for. WrongValueError where they stand for none,
     or are too many or too few."""
     inner = inner_kind(kind)
+    if is_one_or_more(inner):
+        return read_value(kind, words)
     if typing.get_origin(inner) is tuple:
         return read_value(kind, [read_words(typing.get_args(inner)[0], [one]) for one in words])
     if inner is bool and not words:
@@ -125,6 +130,8 @@ def wanted(kind: Any) -> str:
         text = f"a list of {_MANY.get(one) or 'these: ' + ', '.join(choices(one))}"
     elif typing.get_origin(inner) is Literal:
         text = f"one of {', '.join(map(str, typing.get_args(inner)))}"
+    elif is_one_or_more(inner):
+        text = "text, or a list of texts"
     else:
         text = _WORDS[str if is_open_choice(inner) else inner]
     return text if inner is kind else f"{text}, or None"
@@ -148,7 +155,13 @@ def inner_kind(kind: Any) -> Any:
 
 def is_open_choice(kind: Any) -> bool:
     """Say whether a type is some names or any other text: `Literal["a", "b"] | str`."""
-    return typing.get_origin(kind) in (Union, types.UnionType) and str in typing.get_args(kind)
+    is_union = typing.get_origin(kind) in (Union, types.UnionType)
+    return is_union and str in typing.get_args(kind) and not is_one_or_more(kind)
+
+
+def is_one_or_more(kind: Any) -> bool:
+    """Say whether a type is a text or several: `str | tuple[str, ...]`."""
+    return set(typing.get_args(kind)) == {str, tuple[str, ...]}
 
 
 @cache
@@ -160,6 +173,16 @@ def _read_tuple(kind: Any, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise WrongValueError(f"must be {wanted(kind)}, as [{value!r}]")
     return tuple(read_value(typing.get_args(kind)[0], one) for one in value)
+
+
+def _read_one_or_more(kind: Any, value: Any) -> Any:
+    """A text as it is, a list of one as that one: so one of them is written in one way."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise WrongValueError(f"must be {wanted(kind)}")
+    texts = _read_tuple(tuple[str, ...], value)
+    return texts[0] if len(texts) == 1 else texts
 
 
 def _read_choice(kind: Any, value: Any) -> Any:
@@ -180,7 +203,7 @@ _WORDS: Mapping[Any, str] = {
     str: "text",
     Path: "a path",
 }
-_MANY: Mapping[Any, str] = {str: "texts", int: "whole numbers"}
+_MANY: Mapping[Any, str] = {str: "texts", int: "whole numbers", float: "numbers"}
 _IS: Mapping[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: _is_number(value, numbers.Integral),

@@ -9,7 +9,7 @@ evaluations-rl.sqlite   those of evaluations while RL goes on, and eval-step-N.j
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanorl.distributed.roles.base import Roles
 from nanorl.distributed.roles.role import Role
@@ -69,6 +69,7 @@ class KeptEvaluations(RunObserver):
             store.add_tasks([task for task, _ in played])
             store.add_group([rollout for _, rollout in played], step=PHASES.index(name))
         about = {
+            **_several(config),
             "model": config.model or config.preset,
             "phase": name,
             "samples_per_task": 1,
@@ -99,6 +100,7 @@ class KeptRLEvaluations(RunObserver):
                 store.add_tasks([task for task, _ in played])
                 store.add_group([rollout for _, rollout in played], step=step)
         about = {
+            **_several(config),
             "model": config.model or config.preset,
             "phase": "rl",
             "step": step,
@@ -112,6 +114,11 @@ class KeptRLEvaluations(RunObserver):
             seconds=evaluated.seconds,
         )
         kept.write(config.run_dir / f"eval-step-{step}.json")
+
+
+def _several(config: RunConfig) -> dict[str, Any]:
+    """The environments of a run that has several, by which scores are then shown, too."""
+    return {"env": list(config.env)} if isinstance(config.env, tuple) else {}
 
 
 class KeptWeights(RunObserver):

@@ -134,7 +134,13 @@ def _interpreter(spec: SandboxSpec) -> dict[str, str]:
 def environment(config: RunConfig) -> dict[str, str]:
     """The user's own files, and those of the same folders that they imported: name -> hash."""
     algorithm = config.rl.algorithm
-    specs = (config.env, config.reward, config.agent.loop, algorithm.advantage, algorithm.loss)
+    envs = config.envs
+    if len(envs) > 1:
+        from nanorl.options.env_mix import members_of  # here: few runs have several
+
+        envs = tuple(member.spec for member in members_of(config).values())
+    named = (config.reward, config.agent.loop, algorithm.advantage, algorithm.loss)
+    specs = (*envs, *named)
     files = {file for spec in specs for file in _files_of(spec)}
     return {str(file): _hash(file.read_bytes()) for file in sorted(files)}
 

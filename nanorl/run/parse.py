@@ -14,7 +14,7 @@ import dataclasses
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from nanorl.envs.env_kind import EnvKind
 from nanorl.options.names import ALIASES, known_options
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import run_kind
+from nanorl.options.run_kind import members_of_kind, run_kind
 from nanorl.options.values import (
     WrongValueError,
     did_you_mean,
@@ -36,7 +36,9 @@ Options = Mapping[str, Any]
 """Dotted name, `rl.group_size` -> a value of that option's type."""
 
 
-_DECIDING = frozenset({"preset", "algorithm", "env", "env_args", "resume", "fork", "out"})
+_DECIDING = frozenset(
+    {"preset", "algorithm", "env", "env_args", "env_weights", "resume", "fork", "out"}
+)
 """What an environment's own defaults cannot hold."""
 
 
@@ -98,11 +100,27 @@ def with_options(config: RunConfig, options: Options, where: str) -> RunConfig:
     return _with(config, read_mapping(options, where))
 
 
-def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
+def for_environment(
+    config: RunConfig, kind: EnvKind, given: Collection[str] = frozenset()
+) -> RunConfig:
     """The preset's options, for another environment: its own defaults, and a warm start only if
-    somebody can show how its tasks are played."""
+    somebody can show how its tasks are played. Several agree, or the user has `given` it."""
     if not kind.has_teacher:
         config = with_options(config, {"warm_start.steps": 0}, where=kind.name)
+    return _with(config, _defaults_of(config, kind, given))
+
+
+def _defaults_of(config: RunConfig, kind: EnvKind, given: Collection[str]) -> dict[str, Any]:
+    """The options that an environment stands for, or several do together."""
+    found = {name: _own_defaults(one) for name, one in members_of_kind(kind).items()}
+    if len(config.envs) < 2:
+        return found[""]
+    from nanorl.options.env_mix import mixed_defaults  # here: few runs have several
+
+    return mixed_defaults(config, found, given)
+
+
+def _own_defaults(kind: EnvKind) -> dict[str, Any]:
     where = f"{kind.name}.defaults"
     own = read_mapping(kind.defaults, where)
     if deciding := _DECIDING & own.keys():
@@ -110,7 +128,7 @@ def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
             f"{where}: {', '.join(sorted(deciding))}: decides where other defaults come from, and "
             "is the run's to say; leave it out, or set the options that it stands for"
         )
-    return _with(config, own)
+    return own
 
 
 # -- the three ways in -----------------------------------------------------------------------------
@@ -259,11 +277,20 @@ def _defaults(chosen: Options, env: object) -> RunConfig:
 
 def _fresh(chosen: Options, env: object) -> RunConfig:
     config = get_preset(chosen.get("preset", RunConfig.preset)).config()
-    name = chosen.get("env", "")
-    if not name and env is None:
+    if not chosen.get("env", "") and env is None:
         return config
-    named = dataclasses.replace(config, env=name, env_args=chosen.get("env_args", ()))
-    return for_environment(named, run_kind(named, env))
+    named = _named(config, chosen)
+    return for_environment(named, run_kind(named, env), chosen.keys())
+
+
+def _named(config: RunConfig, chosen: Options) -> RunConfig:
+    """The options with the environment that is chosen, or those that are."""
+    return dataclasses.replace(
+        config,
+        env=chosen.get("env", ""),
+        env_args=chosen.get("env_args", ()),
+        env_weights=chosen.get("env_weights", ()),
+    )
 
 
 def _of_a_run(chosen: Options) -> RunConfig:
@@ -281,16 +308,10 @@ def _of_a_run(chosen: Options) -> RunConfig:
 def _elsewhere(config: RunConfig, chosen: Options, env: object) -> RunConfig:
     """A fork's options in another environment, which brings its agent's limits along. How long is
     trained, and how, stays the run's that the fork begins in."""
-    named = dataclasses.replace(
-        config, env=chosen.get("env", ""), env_args=chosen.get("env_args", ())
-    )
-    kind = run_kind(named, env)
-    limits = {
-        name: value
-        for name, value in read_mapping(kind.defaults, f"{kind.name}.defaults").items()
-        if name.startswith("agent.")
-    }
-    return _with(config, limits)
+    named = _named(config, chosen)
+    own = _defaults_of(named, run_kind(named, env), chosen.keys())
+    limits = {name: value for name, value in own.items() if name.startswith("agent.")}
+    return _with(named, limits)
 
 
 # -- putting them in -------------------------------------------------------------------------------

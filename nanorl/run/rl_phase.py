@@ -16,14 +16,16 @@ Left out: the loop itself (trainer.py).
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
-from nanorl.flow.curriculum import TaskChooser, load_curriculum
+from nanorl.flow.curriculum import TaskChooser
 from nanorl.observability.alarms.alarms import NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
 from nanorl.observability.results import StepResult
+from nanorl.options.run_curriculum import run_curriculum
 from nanorl.run.evaluation_beside import EvaluationBeside, WaitingPublisher, has_free_replicas
 from nanorl.run.run_checkpoints import RunCheckpoints
 from nanorl.run.running_evaluation import RunningEvaluation
@@ -94,7 +96,7 @@ class RLPhase:
         learner = scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords)
         # Models that score have processes of their own then, which would else be idle.
         scores_early = roles.control is not None and (reference is not None or critic is not None)
-        curriculum = load_curriculum(config.rl.curriculum)
+        curriculum = run_curriculum(config)
         return Trainer(
             config,
             learner=learner,
@@ -110,6 +112,10 @@ class RLPhase:
         state, config = self._state, self._state.config
         state.cursor.flow = trainer.state
         step.metrics.update(await self._measures.take(step.metrics))
+        if isinstance(config.env, tuple):
+            from nanorl.run.environment_metrics import environment_metrics  # few have several
+
+            step.metrics.update(environment_metrics(chain.from_iterable(step.groups)))
         await state.observers.on_step(step)
         self._count(step)
         state.cursor.step = step.step + 1

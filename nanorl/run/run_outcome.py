@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,10 @@ def _about(run: RunState, first: str) -> dict[str, Any]:
     config, totals, results = run.config, run.cursor.totals, run.cursor.results
     phase, best = run.cursor.phase, run.cursor.best
     watched = {"evaluations": run.cursor.evaluations, "best_step": best["step"]} if best else {}
+    if isinstance(config.env, tuple):
+        from nanorl.envs.mix import environment_of  # here: few runs have several
+
+        watched["per_environment"] = per_type(results, environment_of)
     return watched | {
         "per_type": per_type(results),
         "phase_wall_s": {
@@ -124,13 +128,19 @@ def _ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> flo
     return totals.get(numerator, 0.0) / below if below else None
 
 
-def per_type(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def per_type(
+    results: dict[str, Any], whose: Callable[[str], str] = str
+) -> dict[str, dict[str, Any]]:
     """Success by task type in every evaluation, and of how many tasks; `n` is of the one after
-    RL."""
+    RL. `whose` maps a task type to what the rows are of, the type itself where it is not given."""
     table: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
+        counts: dict[str, tuple[int, int]] = {}
         for kind, (solved, played) in result["per_kind"].items():
-            row = table.setdefault(kind, {})
+            before = counts.get(whose(kind), (0, 0))
+            counts[whose(kind)] = (before[0] + solved, before[1] + played)
+        for row_of, (solved, played) in counts.items():
+            row = table.setdefault(row_of, {})
             row[name] = solved / played
             row[f"n_{name}"] = played
             if name == "after" or "n" not in row:

@@ -280,6 +280,7 @@ class Trainer:
         played = [*batch.groups, *batch.left_out]
         for group in played:
             self.tasks.observe(group.task, [rollout.reward for rollout in group.rollouts])
+        metrics |= self.tasks.metrics()
         await on_step(
             StepResult(
                 step=step,

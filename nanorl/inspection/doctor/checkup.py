@@ -24,6 +24,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.distributed.roles.player import Player
 from nanorl.distributed.warm_start import WarmStart
 from nanorl.envs.base import TeacherError
+from nanorl.envs.mix import environment_of
 from nanorl.inspection.doctor.borders import border_findings
 from nanorl.inspection.doctor.machine_limits import free_memory_bytes
 from nanorl.inspection.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
@@ -47,7 +48,7 @@ from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.transcript import transcript
 from nanorl.options.parts import Parts
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import settle_sandbox
+from nanorl.options.run_kind import members_of_kind, settle_sandbox
 from nanorl.options.run_sizes import activation_bytes, resident_bytes
 from nanorl.plugins import where_raised
 from nanorl.sandbox.base import SandboxUnavailable
@@ -75,6 +76,8 @@ class Checkup:
     findings: list[Finding] = field(default_factory=list)
     played: list[tuple[Task, Rollout]] = field(default_factory=list)
     """Without rollouts that failed."""
+    environments: Sequence[str] = ()
+    """Their names, where there are several."""
     seconds: float = 0.0
     minutes: Minutes | None = None
     sandbox: str = ""
@@ -104,8 +107,24 @@ class Checkup:
             f"{sum(one.num_turns for one in rollouts) / count:.1f} turns, "
             f"{sum(one.num_action_tokens for one in rollouts) / count:.0f} tokens written"
         ]
+        lines += self._by_environment()
         lines += [f"sandbox: {self.sandbox}"] if self.sandbox else []
         return "\n".join([*lines, *([self.minutes.text()] if self.minutes else [])])
+
+    def _by_environment(self) -> list[str]:
+        """A line for each environment, where there are several."""
+        if not self.environments:
+            return []
+        played: dict[str, list[Rollout]] = {name: [] for name in self.environments}
+        for task, rollout in self.played:
+            played[environment_of(task.task_id)].append(rollout)
+        return [
+            f"  {name}: success {sum(one.is_success for one in those) / len(those):.0%}, reward "
+            f"{sum(one.total_reward for one in those) / len(those):.3g} of {len(those)} rollouts"
+            if those
+            else f"  {name}: nothing was played to its end"
+            for name, those in played.items()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         rollouts = [rollout for _, rollout in self.played]
@@ -187,6 +206,7 @@ class _Examination:
     def __init__(self, config: RunConfig, parts: Parts, checkup: Checkup) -> None:
         """`config` is the user's; that of `parts` is for one process."""
         self.config, self.parts, self.checkup = config, parts, checkup
+        checkup.environments = [name for name in members_of_kind(parts.kind) if name]
         self.errors: list[str] = []  # of rollouts
         self.traces: list[Rollout] = []
         self.trace_errors: list[str] = []
@@ -228,7 +248,7 @@ class _Examination:
         return [*found, memory] if memory else found
 
     async def _play(self, player: Player, train: Sequence[Task]) -> None:
-        tasks = list({task.task_id: task for task in train[: 4 * NUM_TASKS]}.values())[:NUM_TASKS]
+        tasks = self._chosen(train)
         try:
             if await self._open(player, tasks, train[:NUM_PROMPTS]):
                 start = time.perf_counter()
@@ -241,10 +261,23 @@ class _Examination:
         finally:
             await player.close_loop()
 
+    def _chosen(self, train: Sequence[Task]) -> list[Task]:
+        """The tasks to play: the first ones, of several environments as many of each."""
+        if not self.checkup.environments:
+            first = {task.task_id: task for task in train[: 4 * NUM_TASKS]}
+            return list(first.values())[:NUM_TASKS]
+        of_each = max(1, NUM_TASKS // len(self.checkup.environments))
+        chosen: list[Task] = []
+        for name in self.checkup.environments:
+            its = {one.task_id: one for one in train if environment_of(one.task_id) == name}
+            chosen += list(its.values())[:of_each]
+        return chosen
+
     async def _open(self, player: Player, tasks: Sequence[Task], more: Sequence[Task]) -> bool:
         """Open an episode of each task, without a turn. False where that is no use."""
         tokenizer, found = self.parts.tokenizer, self.checkup.findings
         lengths: list[int] = []
+        seen: set[str] = set()
         beside = 0
         for task in tasks:
             env = player.kit.environment()
@@ -259,11 +292,14 @@ class _Examination:
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False
-            if not lengths:  # the tools are the same for all
-                tools = described_tools(self.parts.kind)
+            name = environment_of(task.task_id) if self.checkup.environments else ""
+            kind = members_of_kind(self.parts.kind)[name]
+            if name not in seen:  # the tools of an environment are the same for all its tasks
+                seen.add(name)
+                tools = described_tools(kind)
                 dear = tools_finding(tokenizer, opening, tools)
                 found += [dear] if dear else []
-                loop = self.config.agent.loop or self.parts.kind.loop
+                loop = self.config.agent.loop or kind.loop
                 if broken := border_findings(tokenizer, opening, tools, loop):
                     found += broken
                     return False

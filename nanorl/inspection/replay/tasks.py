@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 
-from nanorl.flow.curriculum import load_curriculum
 from nanorl.inspection.replay.past_run import Chosen
 from nanorl.options.parts import Parts
+from nanorl.options.run_curriculum import run_curriculum
 from nanorl.task import Task
 
 MAX_CHARS = 60
@@ -39,7 +39,7 @@ class CurrentTasks:
     def _candidates(self, number: int) -> Sequence[Task]:
         """Those among which the run chose its task of that number."""
         if number not in self._drawn:
-            count = load_curriculum(self._parts.config.rl.curriculum).num_candidates
+            count = run_curriculum(self._parts.config).num_candidates
             self._drawn[number] = self._parts.tasks.train.batch(number, count)
         return self._drawn[number]
 

@@ -23,7 +23,12 @@ from nanorl.observability.report.charts import (
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, percent
 from nanorl.observability.report.examples import NUM_STAGES
-from nanorl.observability.report.html import curves_section, outcome_section, types_section
+from nanorl.observability.report.html import (
+    curves_section,
+    environments_section,
+    outcome_section,
+    types_section,
+)
 from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import EVALUATIONS
@@ -43,6 +48,7 @@ def overview_html(run: ViewedRun) -> str:
         outcome_section(summary),
         curves_section(rows),
         _training_section(run),
+        environments_section(summary.get("per_environment") or {}, rows),
         types_section(summary["per_type"]),
         _times_section(summary.get("phase_wall_s") or {}),
     ]
@@ -53,15 +59,19 @@ def _current_summary(run: ViewedRun) -> dict[str, Any]:
     """summary.json, completed by the evaluations that a run which goes on has made so far."""
     summary = run.summary()
     per_type: dict[str, dict[str, Any]] = defaultdict(dict)
+    per_environment: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, result in evaluations_of(run).items():
         summary.setdefault(f"heldout_success_{name}", result.success.value)
         summary.setdefault(
             "heldout_n" if name == "after" else f"heldout_n_{name}", len(result.scores)
         )
-        for kind, scores in result.per_kind().items():
-            per_type[kind][name] = sum(score.share for score in scores) / len(scores)
-            per_type[kind][f"n_{name}"] = len(scores)
-    return {**summary, "per_type": summary.get("per_type") or per_type}
+        both = (per_type, result.per_kind()), (per_environment, result.per_environment())
+        for rates, groups in both:
+            for group, scores in groups.items():
+                rates[group][name] = sum(score.share for score in scores) / len(scores)
+                rates[group][f"n_{name}"] = len(scores)
+    found = {"per_type": per_type, "per_environment": per_environment}
+    return {**summary, **{name: summary.get(name) or new for name, new in found.items()}}
 
 
 def evaluations_of(run: ViewedRun) -> dict[str, Evaluation]:
@@ -82,13 +92,17 @@ def _evaluation_section(result: Evaluation) -> str:
         ("sampled tokens a rollout", number(result.mean_action_tokens)),
         ("seconds", number(result.seconds)),
     ]
-    kinds = [
-        (kind, f"{sum(score.share for score in scores) / len(scores):.1%} of {len(scores)}")
-        for kind, scores in result.per_kind().items()
-    ]
-    return _table("Result", ("", result.title), rows) + _table(
-        "By task type", ("Task type", "Success"), kinds
-    )
+    tables = [_table("Result", ("", result.title), rows)]
+    for head, groups in (
+        ("Environment", result.per_environment()),
+        ("Task type", result.per_kind()),
+    ):
+        shares = [
+            (name, f"{sum(score.share for score in scores) / len(scores):.1%} of {len(scores)}")
+            for name, scores in groups.items()
+        ]
+        tables += [_table(f"By {head.lower()}", (head, "Success"), shares)] if shares else []
+    return "".join(tables)
 
 
 def _training_section(run: ViewedRun) -> str:

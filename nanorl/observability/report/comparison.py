@@ -106,12 +106,28 @@ def comparison_text(one: PairedComparison) -> str:
         f"{100 * difference.high:+.1f}), {len(one.won)} won, {len(one.lost)} lost, "
         f"p = {one.p_value:.2g} ({_test(one)})",
     ]
+    lines += _environments(one)
     for name in ("temperature", "samples_per_task"):
         values = [result.about.get(name) for result in (one.old, one.new)]
         if values[0] != values[1]:
             lines.append(f"  note: not sampled alike, {name} {values[0]} and {values[1]}")
     lines += _table("lost", one.lost) + _table("won", one.won)
     return "\n".join(lines)
+
+
+def _environments(one: PairedComparison) -> list[str]:
+    """A line for each environment, where both were evaluated in several."""
+    lines = []
+    for name, scores in one.new.per_environment().items():
+        those = {score.task_id for score in scores}
+        pairs = [pair for pair in one.pairs if pair[1].task_id in those]
+        if pairs:
+            change = paired_difference([_change(pair) for pair in pairs])
+            lines.append(
+                f"  {name}: {100 * change.value:+.1f} points (95 %: {100 * change.low:+.1f} to "
+                f"{100 * change.high:+.1f}) on {len(pairs)} tasks"
+            )
+    return lines
 
 
 def _test(one: PairedComparison) -> str:

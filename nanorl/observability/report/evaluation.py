@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +25,8 @@ from nanorl.observability.report.summary import write_atomically
 from nanorl.task import Task
 from nanorl.types import REWARD_PART, Rollout
 
+ENVIRONMENT_OF = "nanorl.envs.mix:environment_of"
+"""Which environment a task of several is of."""
 PROMPT_CHARS = 200  # of a task in the file
 
 
@@ -116,7 +119,18 @@ class Evaluation:
             kinds[score.kind].append(score)
         return dict(sorted(kinds.items()))
 
+    def per_environment(self) -> dict[str, list[TaskScore]]:
+        """The scores by environment, in the evaluation of several; else nothing."""
+        if not isinstance(self.about.get("env"), list | tuple):
+            return {}
+        environment_of = resolve_name(ENVIRONMENT_OF)
+        found: dict[str, list[TaskScore]] = defaultdict(list)
+        for score in self.scores:
+            found[environment_of(score.kind)].append(score)
+        return dict(sorted(found.items()))
+
     def to_json(self) -> dict[str, Any]:
+        several = self.per_environment()
         return {
             "title": self.title,
             "about": self.about,
@@ -126,11 +140,8 @@ class Evaluation:
             "pass_at": {str(k): self.pass_at(k).to_json() for k in self.pass_ks()},
             "mean_reward": self.mean_reward.to_json(),
             "parts": {name: one.to_json() for name, one in self.parts().items()},
-            "per_kind": {
-                kind: share_of_tasks([score.share for score in scores]).to_json()
-                | {"num_tasks": len(scores)}
-                for kind, scores in self.per_kind().items()
-            },
+            **({"per_environment": _shares(several)} if several else {}),
+            "per_kind": _shares(self.per_kind()),
             "mean_turns": self.mean_turns,
             "mean_action_tokens": self.mean_action_tokens,
             "seconds": self.seconds,
@@ -171,6 +182,15 @@ class Evaluation:
             ) from None
 
 
+def _shares(groups: Mapping[str, Sequence[TaskScore]]) -> dict[str, Any]:
+    """Success and number of tasks of each group of scores."""
+    return {
+        name: share_of_tasks([score.share for score in scores]).to_json()
+        | {"num_tasks": len(scores)}
+        for name, scores in groups.items()
+    }
+
+
 def _score(task: Task, rollouts: Sequence[Rollout]) -> TaskScore:
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -198,6 +218,10 @@ def evaluation_text(result: Evaluation) -> str:
     rows.append(("mean reward", plain(result.mean_reward)))
     rows += [(f"  {name}", plain(value)) for name, value in result.parts().items()]
     kinds = result.per_kind()
+    rows += [
+        (f"  {name}", f"{percent(share_of_tasks([one.share for one in scores]))} of {len(scores)}")
+        for name, scores in result.per_environment().items()
+    ]
     for kind, scores in kinds.items() if len(kinds) > 1 else ():
         share = share_of_tasks([score.share for score in scores])
         rows.append((f"  {kind}", f"{percent(share)} of {len(scores)}"))

@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.observability.report.charts import (
+    Chart,
+    Series,
     build_charts,
     duration,
     is_flat,
@@ -36,6 +38,8 @@ _STYLE = Path(__file__).with_name("style.css")
 SHADE_FROM_NATS = (0.05, 0.25, 0.7, 1.4, 2.5, 4.5)
 """Surprises from which on a token has the style sheet's shade p1, p2, ...; below the first, p0."""
 
+_TABLES = ("per_type", "per_environment", "history")
+"""The fields of a summary that have sections of their own."""
 _MAX_TABLE_ROWS = 200
 _MAX_MARKED_TOKENS = 20_000  # about 80 bytes of markup each
 _MAX_CHARS = 4_000  # of one unmarked text
@@ -46,6 +50,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "outcome": "Outcome",
         "wrong": "Still wrong",
+        "environments": "Environments",
         "types": "Task types",
         "progress": "While it learnt",
         "curves": "Curves",
@@ -80,6 +85,7 @@ def write_report(
     sections = [
         outcome_section(summary),
         rollouts.wrong_section(examples, summary.get("per_type") or {}),
+        environments_section(summary.get("per_environment") or {}, metrics_rows),
         types_section(summary.get("per_type") or {}),
         progress_section(summary.get("evaluations") or (), summary.get("best_step")),
         curves_section(metrics_rows),
@@ -245,24 +251,52 @@ def _history(events: Sequence[Mapping[str, Any]]) -> str:
 
 def types_section(per_type: Mapping[str, Mapping[str, Any]]) -> str:
     """Success by task type in every evaluation; empty where none was made."""
-    if not per_type:
+    return _rates_section("types", "Task type", per_type)
+
+
+def environments_section(
+    rates: Mapping[str, Mapping[str, Any]], metrics_rows: Sequence[Mapping[str, Any]]
+) -> str:
+    """Success by environment in every evaluation and, as curves, in training; empty in a run of a
+    single one."""
+    steps = tuple(row["step"] for row in metrics_rows)
+    chart = Chart(
+        title="Success in training, by environment",
+        steps=steps,
+        series=tuple(
+            Series(
+                label=name,
+                values=tuple(row.get(f"environment/{name}/success") for row in metrics_rows),
+            )
+            for name in rates
+        ),
+        is_fraction=True,
+    )
+    curves = f'<div class="charts">{line_chart(chart)}</div>' if rates and steps else ""
+    return _rates_section("environments", "Environment", rates, curves)
+
+
+def _rates_section(
+    name: str, title: str, rates: Mapping[str, Mapping[str, Any]], more: str = ""
+) -> str:
+    if not rates:
         return ""
     rows = []
-    for kind in sorted(per_type):
-        row = per_type[kind]
+    for kind in sorted(rates):
+        row = rates[kind]
         before, after = row.get("before"), row.get("after")
         change = "–"
         if before is not None and after is not None:
             points = 100 * (after - before)
             colour = "gain" if points > 0 else "drop" if points < 0 else ""
             change = f'<span class="{colour}">{points:+.1f}</span>'
-        rates = (_rate_of_type(row, name) for name in EVALUATIONS)
-        rows.append((text(kind), *rates, change))
-    titles = ("Task type", *EVALUATIONS.values(), "gained by RL, points")
-    heads = [f"{name[:1].upper()}{name[1:]}" for name in titles]
+        shares = (_rate_of_type(row, one) for one in EVALUATIONS)
+        rows.append((text(kind), *shares, change))
+    titles = (title, *EVALUATIONS.values(), "gained by RL, points")
+    heads = [f"{one[:1].upper()}{one[1:]}" for one in titles]
     return (
-        '<section id="types"><h2>By task type</h2><div class="card scroll">'
-        f"{table(heads, rows)}</div></section>"
+        f'<section id="{name}"><h2>By {title.lower()}</h2><div class="card scroll">'
+        f"{table(heads, rows)}</div>{more}</section>"
     )
 
 
@@ -515,7 +549,7 @@ def _token(token: TokenView) -> str:
 
 
 def _settings(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in summary.items() if name not in ("per_type", "history")}
+    plain = {name: value for name, value in summary.items() if name not in _TABLES}
     return (
         '<section id="settings"><h2>Settings and data</h2>'
         f"{_pairs('Configuration', config)}{_pairs('Summary', plain)}</section>"

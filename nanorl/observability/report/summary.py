@@ -59,6 +59,7 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "logp_gap_steps": (int,),  # in which it was measured; a resumed older run counts from there on
     "logp_gap_share": (float, int),  # measured tokens, of all sampled
     "per_type": (dict,),  # task kind -> PER_TYPE_FIELDS: success rates, and of how many tasks
+    "per_environment": (dict,),  # the same by environment, where a run has several
     "phase_wall_s": (dict,),  # phase name -> seconds
     "wall_s_setup": (float, int),
     "wall_s_warm_start": (float, int),
@@ -104,6 +105,23 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
     ]
 
 
+def environment_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line for each environment with its success in every evaluation; none in a run of one."""
+    titles = dict(EVALUATIONS)
+    if summary.get("warm_start_steps") == 0:
+        titles["before"] = titles["untrained"]
+    rates = summary.get("per_environment") or {}
+    return [
+        f"{name:<22} "
+        + ", ".join(
+            f"{title} {row[one]:.1%} of {row[f'n_{one}']}"
+            for one, title in titles.items()
+            if one in row
+        )
+        for name, row in rates.items()
+    ]
+
+
 def gap_text(summary: Mapping[str, Any]) -> str:
     """Say how far apart the log-probs of the two engines were, and on how many tokens and steps
     that was measured."""
@@ -145,19 +163,20 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
             problems.append(f"{name}={value!r} must be finite, or None where it was not measured")
         elif name.startswith("heldout_success") and not 0 <= value <= 1:
             problems.append(f"{name}={value!r} must lie between 0 and 1: a fraction, not percent")
-    problems.extend(_per_type_problems(summary.get("per_type")))
+    for name in ("per_type", "per_environment"):
+        problems.extend(_rate_problems(name, summary.get(name)))
     if problems:
         raise ValueError("invalid summary: " + "; ".join(problems))
 
 
-def _per_type_problems(per_type: Any) -> list[str]:
+def _rate_problems(field: str, rates: Any) -> list[str]:
     problems = []
-    for kind, row in per_type.items() if isinstance(per_type, dict) else ():
+    for kind, row in rates.items() if isinstance(rates, dict) else ():
         for name, value in row.items() if isinstance(row, dict) else [("", row)]:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name not in PER_TYPE_FIELDS or not (value is None or is_number):
                 problems.append(
-                    f"per_type[{kind!r}] has {name!r}: {value!r}; give numbers under "
+                    f"{field}[{kind!r}] has {name!r}: {value!r}; give numbers under "
                     f"{', '.join(PER_TYPE_FIELDS)}"
                 )
     return problems

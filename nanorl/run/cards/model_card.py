@@ -69,8 +69,9 @@ class ModelCard:
     @property
     def environment(self) -> str:
         """The environment in which it was trained, with tasks of the user's own; without paths."""
-        own = f"the environment {_without_path(self.config.env)}"
-        if not self.config.env:
+        named = [_without_path(one) for one in self.config.envs]
+        own = f"the environment{'s' * (len(named) > 1)} {', '.join(named)}"
+        if not named:
             own = f"the program-writing tasks of the preset {self.config.preset}"
         tasks = f", with the tasks {_without_path(self.config.tasks)}" if self.config.tasks else ""
         return own + tasks
@@ -158,12 +159,14 @@ class ModelCard:
         return f"## Training\n\n{listed}\n\nTo do it again:\n\n```bash\n{commands}\n```"
 
     def _use(self) -> str:
-        own = f" --env {_without_path(self.config.env)}" if self.config.env else ""
+        named = [_without_path(one) for one in self.config.envs]
+        own = f" --env {' '.join(named)}" if named else ""
         if self.is_adapter:
             commands = f"nanorl serve {self.source.name} --adapters agent={_PLACE}"
             code = _PEFT.format(place=_PLACE, base=self.source.name)
         else:
-            chat = own or " --env code"
+            one = named[0] if named else "code"
+            chat = f" --env {one.rpartition('=')[2] if len(named) > 1 else one}"
             played = own or f" --preset {self.config.preset}"
             commands = f"nanorl chat {_PLACE}{chat}\nnanorl eval {_PLACE}{played} --k 8"
             code = _TRANSFORMERS.format(place=_PLACE)

@@ -39,7 +39,7 @@ FREE = ("seed",)  # any integer is one
 
 
 def numbers() -> Iterator[tuple[Any, str, str]]:
-    """Each numeric field of each record, and how a message must name it."""
+    """Each numeric field of each record, lists among them, and how a message must name it."""
     for record, prefix in RECORDS:
         hints = typing.get_type_hints(record)
         for field in dataclasses.fields(record):
@@ -58,8 +58,9 @@ NUMBERS = [pytest.param(*case, id=f"{case[0].__name__}.{case[1]}") for case in n
 def test_no_number_is_infinite_nan_or_negative(
     record: Any, name: str, flag: str, value: float
 ) -> None:
+    is_list = typing.get_origin(typing.get_type_hints(record)[name]) is tuple
     with pytest.raises(ValueError) as caught:
-        record(**{name: value})
+        record(**{name: (value,) if is_list else value})
     assert str(caught.value).startswith(f"{flag}{value}: "), caught.value
 
 

@@ -138,11 +138,13 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "cluster.transport": {"cluster.backend": "local", "cluster.transport": "shm"},
     "cluster.placement": {"cluster.backend": "local", "cluster.placement": "colocated"},
     "device": {"device": "cpu"},
-    "env": {"env": "wordle"},
+    "env": {"env": ("code", "words=wordle")},
+    "env_weights": {"env": ("code", "wordle"), "env_weights": (2.0, 0.5)},
     "env_args": {"env": "wordle", "env_args": ("words=short",)},
     "http.allow": {"http.mode": "live", "http.allow": ("api.example.org", "127.0.0.1:80")},
     "http.ca_file": {"http.ca_file": Path(__file__)},
     "http.mode": {"http.mode": "record", "http.allow": ("api.example.org",)},
+    "rl.curriculum_args": {"rl.curriculum": "pools", "rl.curriculum_args": ("easy=0.5",)},
     "lora.alpha": {"lora.rank": 8, "lora.alpha": 16.0},
     "lora.base_dtype": {"lora.rank": 8, "lora.base_dtype": "int8"},
     "lora.rslora": {"lora.rank": 8, "lora.rslora": True},
@@ -233,7 +235,7 @@ def case(name: str) -> Mapping[str, Any]:
     return {"cluster.backend": "local", name: value} if is_split else {name: value}
 
 
-ALONE = ("preset", "algorithm", "env", "env_args")
+ALONE = ("preset", "algorithm", "env", "env_args", "env_weights")
 """Options that choose other options' defaults, which nothing may cover up."""
 
 
