@@ -1,4 +1,5 @@
-"""Supervised fine-tuning from the command line: `nanoengine/sft/sft_run.py` does the work.
+"""Supervised fine-tuning, DPO and reward models from the command line:
+`nanoengine/sft/sft_run.py` does the work.
 
 With more than one process in the layout this program starts them on this machine and waits for
 them, unless torchrun started it (several machines, Slurm). Ctrl-C reaches this process alone, which
@@ -16,7 +17,8 @@ import tyro
 
 import nanorl  # noqa: F401  (what threads of PyTorch do is said before it is loaded)
 from nanoengine.command_line import WRONG, plain_errors
-from nanoengine.sft.sft_run import SftConfig, SftRank, SftRun, check_model
+from nanoengine.sft.sft_config import SftConfig
+from nanoengine.sft.sft_run import SftRank, SftRun, check_model
 
 
 def parse(arguments: list[str]) -> SftConfig:
@@ -24,8 +26,7 @@ def parse(arguments: list[str]) -> SftConfig:
     with plain_errors(arguments):
         config = tyro.cli(SftConfig, args=arguments, prog=prog)
     if not config.resume:
-        if config.data is None:
-            raise ValueError("data: missing; give a jsonl file of chats with --data FILE")
+        _ = config.examples_file  # said, and of the kind that the loss reads
         return config
     run = SftConfig.of_run(config.out)
     resumed = tyro.cli(SftConfig, default=run, args=arguments, prog=prog)

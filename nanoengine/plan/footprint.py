@@ -37,6 +37,8 @@ from nanoengine.parallel.stage import split_layers
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 CHECKPOINT_WIDTH = 3 * WIDTH["fp32"]
 """Bytes a parameter of a checkpoint: fp32 masters and two moments."""
+AVERAGE_WIDTH = WIDTH["fp32"]
+"""Bytes a parameter of an average of the weights, in memory and in a checkpoint."""
 _FEWEST_ROWS = 512
 """That a pass is filled with, whatever they take: each pass adds to all gradients and lays all
 weights out, which fewer rows do not make up for."""

@@ -1,1 +1,2 @@
-"""Supervised fine-tuning: chats as samples (chats.py), and a run over them (sft_run.py)."""
+"""Supervised fine-tuning: chats (chats.py) or pairs of answers (preferences.py, pair_loss.py) as
+samples, and a run over them (sft_run.py) with an objective (objective.py, pair_objectives.py)."""

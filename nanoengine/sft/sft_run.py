@@ -1,6 +1,8 @@
-"""A supervised fine-tuning run on a jsonl file of chats, in one process or split over many.
+"""A supervised run on a jsonl file of chats or of pairs of answers, in one process or split over
+many.
 
     SftRun(SftConfig(data=Path("chats.jsonl"), steps=100)).train()
+    SftRun(SftConfig(loss="dpo", preferences=Path("pairs.jsonl"), steps=100)).train()
 
 Packed micro-batches, loss on the assistant's tokens alone, resumable bit for bit in the same layout
 and in any other up to the order of sums. A run directory holds config.json, metrics.jsonl (one line
@@ -9,129 +11,55 @@ a step), checkpoints/ and, at the end, model/ (a Hugging Face folder).
 Each process of the layout makes its own SftRun. Only the first prints and writes; all of them step,
 save and export together. `SftRank` is one as an actor, for processes that a scheduler starts.
 Left out: starting the processes and reading the command line (scripts/train_sft.py).
-Next: chats.py (chats and the loss), engine.py (a step).
+Next: objective.py (what a run learns from), chats.py (chats and their loss), engine.py (a step).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-import math
 import os
 import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nanoengine.build import build_engine, check_layout
-from nanoengine.config import EngineConfig
+from nanoengine.build import check_layout
 from nanoengine.formats.sources import resolve_model
 from nanoengine.formats.template_files import template_files
 from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample
 from nanoengine.parallel.dealing import deal
 from nanoengine.parallel.device import enter_device, resolve_device, worker_thread
-from nanoengine.parallel.layout import WORLD, LayoutConfig
+from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.plan.footprint import mfu
-from nanoengine.sft.chats import Order, num_loss_tokens, read_chats, sft_loss
+from nanoengine.sft.chats import Order
+from nanoengine.sft.objective import Objective, SftObjective, longest
+from nanoengine.sft.pair_objectives import DpoObjective, RewardModelObjective
+from nanoengine.sft.sft_config import SftConfig
 from nanoengine.state.checkpoint import latest_checkpoint
-from nanoengine.state.export import export_hf
 from nanoengine.state.run_folder import RunFolder
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoengine.text.tokenizer import ChatTokenizer
 
-LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
-FREE_ON_RESUME = (
-    *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
-    "device",  # another one rounds differently, as another layout does
-)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftConfig(LayoutConfig):
-    """Fine-tune a model on chats."""
-
-    data: Path | None = None
-    """jsonl: {"messages": [{"role": ..., "content": ...}, ...]} a line."""
-    model: str = "smollm2-135m-instruct"
-    """Hugging Face folder, or a name that resolves to one."""
-    out: Path = Path("runs/sft")
-    resume: bool = False
-    """Go on from the last checkpoint in --out."""
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 16
-    """Chats a step, over all processes."""
-    max_tokens: int = 2048
-    """Longer chats are left out."""
-    micro_batch_tokens: int = 2048
-    """Rows of one forward and backward pass of one process."""
-    lr: float = 2e-5
-    schedule_lr: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    activation_checkpointing: bool = False
-    device: str = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
-    seed: int = 0
-    save_every: int = 50
-    """Steps between checkpoints, written in the background; one more at the end."""
-    peak_flops: float | None = None
-    """What one process's device can do a second; with it the MFU is reported."""
-
-    @property
-    def world(self) -> int:
-        return self.layout.world
-
-    def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "max_tokens", "save_every", "tp", "pp", "dp", "cp", "ep")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("lr", "weight_decay", "max_grad_norm", "peak_flops"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value}: must be 0 or positive, and finite")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
-
-    @classmethod
-    def of_run(cls, out: Path) -> SftConfig:
-        """Read the options of the run in the folder `out`, to be resumed there."""
-        file = out / "config.json"
-        if not file.is_file():
-            raise ValueError(f"--resume: {file} does not exist; name the run's folder with --out")
-        saved = json.loads(file.read_text())
-        return cls(**saved | {"data": Path(saved["data"]), "out": out, "resume": True})
-
-    def check_resumes(self, run: SftConfig) -> None:
-        """`ValueError` if this is not `run` with changes that leave its result the same (up to the
-        order of sums)."""
-        theirs = run.to_json()
-        for name, value in self.to_json().items():
-            if name not in FREE_ON_RESUME and value != theirs[name]:
-                raise ValueError(
-                    f"--resume: {name}={value} differs from the run's {theirs[name]}; leave it "
-                    "out, or start another run"
-                )
+OBJECTIVES: dict[str, type[Objective]] = {
+    "sft": SftObjective,
+    "dpo": DpoObjective,
+    "reward_model": RewardModelObjective,
+}
 
 
 class SftRun:
@@ -145,11 +73,12 @@ class SftRun:
         self.is_first = self.mesh.rank() == 0
         self.metrics = config.out / "metrics.jsonl"
         self.checkpoints = config.out / "checkpoints"
+        self.objective = OBJECTIVES[config.loss](config)
         if self.is_first:
             self.run_folder = RunFolder(
                 config.out,
                 is_resumed=config.resume,
-                written=("metrics.jsonl", "checkpoints", "model"),
+                written=("metrics.jsonl", "checkpoints", "model", *self.objective.written),
             )
         try:
             self._build()
@@ -159,21 +88,26 @@ class SftRun:
 
     def _build(self) -> None:
         """Everything that can be wrong with the options comes up before config.json is written."""
-        config = self.config
+        config, objective = self.config, self.objective
         self.folder = resolve_model(config.model)
-        assert config.data is not None, "the options were parsed, which asks for it"
         tokenizer = ChatTokenizer.from_folder(self.folder)
-        self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
+        examples, self.num_long = objective.read(tokenizer)
         torch.manual_seed(config.seed)
-        split = config
-        self.engine = build_engine(self.folder, engine_config(config), self.mesh, split)
-        self.order = Order(len(self.samples), config.seed)
-        if config.resume and latest_checkpoint(self.checkpoints) is not None:
+        self.engine = objective.build(self.folder, objective.engine_config(examples), self.mesh)
+        self.order = Order(len(examples), config.seed)
+        goes_on = config.resume and latest_checkpoint(self.checkpoints) is not None
+        if goes_on:
+            self.examples = objective.resume(examples)
             self.order.taken = self.engine.load(self.checkpoints)["taken"]
-        elif config.resume and self.is_first:
-            print(f"no checkpoint under {self.checkpoints}: from the beginning", flush=True)
+        else:
+            if config.resume and self.is_first:
+                print(f"no checkpoint under {self.checkpoints}: from the beginning", flush=True)
+            drawn = Order(len(examples), config.seed).take(config.steps * config.batch_size)
+            self.examples = objective.start(self.engine, examples, set(drawn))
         if self.is_first:
             self.run_folder.begin(config.to_json())
+            if not goes_on:
+                objective.keep()
         self.mesh.barrier()
 
     @property
@@ -205,9 +139,9 @@ class SftRun:
         if self.is_first:
             keep_lines(self.metrics, engine.version)
             print(
-                f"{len(self.samples)} chats ({self.num_long} longer than {config.max_tokens} "
-                f"tokens left out), layout {self.mesh.layout} on {config.device}, from step "
-                f"{engine.version}",
+                f"{len(self.examples)} {self.objective.unit} ({self.num_long} longer than "
+                f"{config.max_tokens} tokens left out), layout {self.mesh.layout} on "
+                f"{config.device}, from step {engine.version}",
                 flush=True,
             )
         has_to_stop = False
@@ -217,7 +151,7 @@ class SftRun:
                 if self.is_first:
                     with open(self.metrics, "a") as file:
                         file.write(json.dumps(row) + "\n")
-                    advance(describe(row))
+                    advance(self.objective.describe(row) + describe(row))
                 # They may be asked in different steps: what one process knows, all obey.
                 has_to_stop = bool(self.mesh.max_int(WORLD, int(is_asked_to_stop())))
                 is_last = has_to_stop or self.is_finished
@@ -229,9 +163,12 @@ class SftRun:
     def _step(self) -> dict[str, Any]:
         """One optimizer step on this process's share of the next batch; the row of metrics."""
         begin = time.perf_counter()
-        batch = [self.samples[i] for i in self.order.take(self.config.batch_size)]
-        mine = deal(batch, self.mesh.layout).hand(batch, self.mesh.rank())
-        result = self.engine.train_step(mine, sft_loss, num_loss_tokens)
+        objective = self.objective
+        examples = [self.examples[i] for i in self.order.take(self.config.batch_size)]
+        dealt = deal([longest(example) for example in examples], self.mesh.layout)
+        mine = objective.samples(dealt.hand(examples, self.mesh.rank()))
+        result = objective.row(self.engine.train_step(mine, objective.loss, objective.weight))
+        batch = [sample for example in examples for sample in example]
         num_tokens = sum(len(sample.tokens) - 1 for sample in batch)
         tokens_per_s = num_tokens / (time.perf_counter() - begin)
         row = {
@@ -255,7 +192,7 @@ class SftRun:
             return
         target = self.config.out / "model"
         with self.engine.optimizer.gathered():
-            export_hf(self.mesh if self.config.world > 1 else None, self.engine.models, target)
+            self.objective.write(self.engine, self.mesh, target)
         if self.is_first:
             for name in (*TOKENIZER_FILES, *template_files(self.folder)):
                 if (self.folder / name).is_file():
@@ -328,22 +265,8 @@ def check_model(config: SftConfig) -> None:
     """`ValueError`, before any process starts, for a model that is not there or cannot be split as
     the options say. Fetches a model that has to be fetched, once for all processes."""
     shape = ModelConfig.from_folder(resolve_model(config.model))
-    check_layout(config.layout, shape, engine_config(config), config)
-
-
-def engine_config(config: SftConfig) -> EngineConfig:
-    return EngineConfig(
-        dtype=config.dtype,
-        lr=config.lr,
-        schedule=config.schedule_lr,
-        warmup_steps=min(config.warmup_steps, config.steps - 1),
-        total_steps=config.steps,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        micro_batch_tokens=config.micro_batch_tokens,
-        activation_checkpointing=config.activation_checkpointing,
-        zero=config.zero,
-    )
+    objective = OBJECTIVES[config.loss](config)
+    check_layout(config.layout, shape, objective.engine_config([]), config)
 
 
 @contextmanager

@@ -39,6 +39,9 @@ from nanoengine.state.slices import Held, Piece, cut_parameter
 from nanoengine.state.tensor_file import CheckpointError, dtype_name
 from nanoengine.state.whole_engine import Engine
 
+AVERAGE = "average."
+"""How the names of an average's pieces begin (weight_average.py)."""
+
 
 class EngineState:
     """Writes and reads what `engine` holds."""
@@ -97,6 +100,7 @@ class EngineState:
             mesh = whole_mesh if whole_mesh.size() > 1 else None
             self._saver = CheckpointWriter(path, mesh, keep=engine.config.keep_checkpoints)
         held = [*optimizer_pieces(engine.optimizer), *rng_pieces(whole_mesh.rank(), rng_tensors)]
+        held += [] if engine.average is None else engine.average.pieces()
         rank_meta = {"rng": rng_values}
         self._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
         return None if in_background else self._saver.wait()
@@ -112,13 +116,20 @@ class EngineState:
         engine, optimizer, mesh = self._engine, self._engine.optimizer, self._engine.mesh
         self.wait_saved()
         checkpoint = _open_together(Path(path), mesh)
-        _check(checkpoint, [piece for piece, _ in _pieces(optimizer)], mesh)
-        for piece, tensor in _pieces(optimizer):
-            checkpoint.read_box(piece.name, piece.box, tensor)
+        averaged: Held = []
+        if engine.average is not None and any(n.startswith(AVERAGE) for n in checkpoint.names()):
+            averaged = engine.average.pieces()
+        wanted = [piece for piece, _ in optimizer_pieces(optimizer) + averaged]
+        _check(checkpoint, wanted, mesh, is_averaged=bool(averaged))
+        for held in (averaged, _pieces(optimizer)):
+            for piece, tensor in held:
+                checkpoint.read_box(piece.name, piece.box, tensor)
         meta = checkpoint.meta
         optimizer.step_count = meta["step_count"]
         optimizer.phase_start = meta["step_count"] - meta["version"]
         optimizer.write_back()
+        if engine.average is not None and not averaged:
+            engine.average.follow(1.0)  # from a checkpoint of a phase before: it begins here
         engine.version = meta["version"]
         self._restore_random_states(checkpoint)
         cursor: dict[str, Any] = meta["cursor"]
@@ -171,8 +182,10 @@ def _open_together(path: Path, mesh: Mesh) -> Checkpoint:
     return checkpoint
 
 
-def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh) -> None:
-    """The ranks together want exactly what is stored, in the shapes and dtypes stored."""
+def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh, *, is_averaged: bool) -> None:
+    """The ranks together want exactly what is stored, in the shapes and dtypes stored; but for an
+    average, which an engine that keeps none leaves alone."""
+    others = ("rng.",) if is_averaged else ("rng.", AVERAGE)
     mine = {piece.name: [list(piece.whole), piece.dtype] for piece in wanted}
     everyone: dict[str, Any] = {}
     for names in mesh.gather_json(WORLD, mine):
@@ -180,7 +193,7 @@ def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh) -> None:
     stored = {
         name: [list(checkpoint.shape(name)), dtype_name(checkpoint.dtype(name))]
         for name in checkpoint.names()
-        if not name.startswith("rng.")
+        if not name.startswith(others)
     }
     problems = [f"{name} is missing" for name in everyone if name not in stored]
     problems += [f"{name} is unknown" for name in stored if name not in everyone]

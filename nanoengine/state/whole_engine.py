@@ -10,6 +10,7 @@ Left out: what is written and how (engine_state.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,7 @@ from nanoengine.packing import Sample, TopTokens, collect_all
 from nanoengine.state.kept_adamw import AdamW
 
 _STATE = "nanoengine.state.engine_state:EngineState"
+_AVERAGE = "nanoengine.state.weight_average:WeightAverage"
 
 
 class Engine(StepEngine):
@@ -32,6 +34,8 @@ class Engine(StepEngine):
     parks and exports what it has. `version` counts updates."""
 
     optimizer: AdamW
+    average: Any = None
+    """A `state.weight_average.WeightAverage`, where one is kept."""
 
     def restart(self, config: EngineConfig) -> None:
         """Another phase of training on the same weights: its own schedule, version 0, no momentum
@@ -123,6 +127,47 @@ class Engine(StepEngine):
             found = likeliest(self._scorer, samples, micros, k, temperature)
         self.optimizer.release()
         return found
+
+    # -- an average of the weights -------------------------------------------------------------
+
+    def keep_average(self, rate: float) -> None:
+        """Average the weights over the steps from now on; a checkpoint has the average with it. One
+        that is kept already goes on, at this rate."""
+        if self.average is None:
+            self.average = resolve_name(_AVERAGE)(self.optimizer, rate)
+        self.average.rate = rate
+
+    def update(self) -> dict[str, float]:
+        """As `StepEngine.update`; the average follows."""
+        told = super().update()
+        if self.average is not None:
+            self.average.follow()
+        return told
+
+    def average_logprobs(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """`forward_logprobs` of the averaged weights."""
+        with self._averaged():
+            return self.forward_logprobs(samples, temperature=temperature)
+
+    def average_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """`forward_top` of the averaged weights."""
+        with self._averaged():
+            return self.forward_top(samples, k, temperature=temperature)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside, the models hold the averaged weights."""
+        assert self.average is not None, "keep_average comes first"
+        try:
+            with self.average.in_place():
+                self._refresh()
+                yield
+        finally:
+            self._refresh()
 
     @cached_property
     def state(self) -> Any:

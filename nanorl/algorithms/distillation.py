@@ -2,6 +2,12 @@
 
 Sources: OPD (arXiv 2306.13649); its k likeliest tokens: top_k.py. A joint loss
 `+λ(log π_θ − log π_T)` has an expected gradient of 0: as an advantage it is right.
+
+`distill_trust_region` δ of `opd` is DPPO's (dppo.py), with the teacher's gain log π_T − log π_θ in
+the place of the advantage: a token learns no more where |π_θ − μ| > δ and the teacher would move it
+farther. prime-rl masks at 0.2 too, but asks the advantages of rewards for the direction, which are
+0 when it distils: what it leaves out are tokens that became less likely by more than 0.2, those
+included that the teacher would bring back.
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanorl.algorithms.dppo import dppo_mask
 from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.segments import required
 from nanorl.algorithms.spec import AlgorithmSpec
@@ -43,9 +50,27 @@ class OPD(ClippedLoss):
 
     def __call__(self, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
         """[T] with the gradient of `logp_T`."""
+        loss_T = opd(logp_T, batch.rollout_logp_T, self._teacher(batch))
+        if not self.spec.distill_trust_region:
+            return loss_T
+        return self._mask(logp_T, batch) * loss_T
+
+    def is_clipped(
+        self, ratio_T: Tensor, logp_T: Tensor, old_T: Tensor, batch: LossBatch
+    ) -> Tensor:
+        """The tokens that the trust region leaves out."""
+        if not self.spec.distill_trust_region:
+            return super().is_clipped(ratio_T, logp_T, old_T, batch)
+        return self._mask(logp_T, batch) == 0
+
+    def _mask(self, logp_T: Tensor, batch: LossBatch) -> Tensor:
+        gain_T, most = self._teacher(batch) - logp_T, self.spec.distill_trust_region
+        return dppo_mask("dppo_tv", logp_T, batch.rollout_logp_T, gain_T, (most, most))
+
+    def _teacher(self, batch: LossBatch) -> Tensor:
         is_reference = batch.teacher_logp_T is None
         teacher_T = batch.ref_logp_T if is_reference else batch.teacher_logp_T
-        return opd(logp_T, batch.rollout_logp_T, required(teacher_T, "ref_logp_T", "loss='opd'"))
+        return required(teacher_T, "ref_logp_T", "loss='opd'")
 
 
 def opd(logp_T: Tensor, rollout_logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ RewardLevel = Literal["outcome", "turn"]
 TurnPeers = Literal["group", "batch"]
 DistillKL = Literal["reverse", "forward"]
 Hindsight = Literal["none", "solution", "success", "feedback", "success_or_feedback"]
-HindsightTeacher = Literal["policy", "reference"]
+HindsightTeacher = Literal["policy", "reference", "average"]
 
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {name: part.bounds for name, part in CORRECTIONS.items() if part.bounds}
@@ -328,11 +328,21 @@ class TeacherOptions(OptionGroup):
     """Tokens that opd_topk compares at each place: the likeliest ones of the teacher."""
     distill_kl: DistillKL = "reverse"
     """The divergence of opd_topk: reverse is KL(policy‖teacher), forward KL(teacher‖policy)."""
+    distill_trust_region: float = 0.0
+    """Of opd: a token learns no more where its probability is farther than this from that of the
+    policy that sampled it, and the teacher would move it farther (0.2 is prime-rl's); 0: none."""
 
     def check(self) -> None:
         check_choice("distill_kl", self.distill_kl, get_args(DistillKL))
         check_number("distill_coef=", self.distill_coef, 0)
         check_number("top_k=", self.top_k, 1)
+        check_number("distill_trust_region=", self.distill_trust_region, 0, 1)
+        if self.distill_trust_region and self.loss != "opd":
+            raise ValueError(
+                f"distill_trust_region={self.distill_trust_region}: loss={self.loss!r} has none; "
+                "it bounds how far π_θ/μ of opd may go, and opd_topk compares whole distributions, "
+                "without a ratio: choose loss='opd', or leave distill_trust_region out"
+            )
 
     def modifier(self) -> str:
         return "nanorl.algorithms.distillation:TeacherAdvantage" if self.distill_coef else ""
@@ -347,7 +357,10 @@ class HindsightOptions(OptionGroup):
     success of the same group, the last observation of a failure, or the latter where there is no
     success (SDPO). Rollouts for which there is none take no part."""
     hindsight_teacher: HindsightTeacher = "policy"
-    """Who reads it: the policy itself as it is before the update, or the reference."""
+    """Who reads it: the policy itself as it is before the update, the reference, or an average of
+    the policy over its optimizer steps (that of the papers of SDFT and SDPO)."""
+    hindsight_rate: float = 0.05
+    """Of the average: what each step's weights count for in it, and those before by the rest."""
     hindsight_tokens: int = 256
     """The most tokens that it may have; longer ones lose their middle."""
 
@@ -355,6 +368,11 @@ class HindsightOptions(OptionGroup):
     def has_hindsight(self) -> bool:
         """True if the teacher reads more than the policy."""
         return self.hindsight != "none"
+
+    @property
+    def has_average(self) -> bool:
+        """True if the teacher is an average of the policy over time."""
+        return self.has_hindsight and self.hindsight_teacher == "average"
 
     @property
     def needs_success(self) -> bool:
@@ -366,11 +384,12 @@ class HindsightOptions(OptionGroup):
         check_choice("hindsight", self.hindsight, get_args(Hindsight))
         check_choice("hindsight_teacher", self.hindsight_teacher, get_args(HindsightTeacher))
         check_number("hindsight_tokens=", self.hindsight_tokens, 1)
-        if not self.has_hindsight and self.hindsight_teacher == "reference":
+        check_number("hindsight_rate=", self.hindsight_rate, 0, 1, is_open=True)
+        if not self.has_hindsight and self.hindsight_teacher != "policy":
             raise ValueError(
-                "hindsight_teacher='reference' with hindsight='none': the reference reads what the "
-                "policy does; choose what it reads beside that, as hindsight='solution', or leave "
-                "hindsight_teacher out"
+                f"hindsight_teacher={self.hindsight_teacher!r} with hindsight='none': it reads "
+                "what the policy does; choose what it reads beside that, as hindsight='solution', "
+                "or leave hindsight_teacher out"
             )
         if self.has_hindsight and not self.loss_part.is_distillation:
             raise ValueError(

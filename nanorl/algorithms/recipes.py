@@ -124,13 +124,13 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             AlgorithmSpec(advantage="none", loss="opd_topk"),
         ),
         "sdft": Recipe(
-            "the policy with the task's solution in its prompt teaches itself, as it is: the "
-            "paper's teacher is an average of its weights (arXiv 2601.19897)",
+            "the policy with the task's solution in its prompt teaches itself, as it is; "
+            "hindsight-teacher average is the paper's teacher (arXiv 2601.19897)",
             AlgorithmSpec(advantage="none", loss="opd", hindsight="solution"),
         ),
         "sdpo": Recipe(
-            "the same with a success of the group, or with what a failure was answered, nor is "
-            "this teacher averaged (arXiv 2601.20802)",
+            "the same with a success of the group, or with what a failure was answered, and with "
+            "the same choice of a teacher (arXiv 2601.20802)",
             AlgorithmSpec(advantage="none", loss="opd_topk", hindsight="success_or_feedback"),
         ),
     }

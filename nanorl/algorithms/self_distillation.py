@@ -3,8 +3,9 @@
 SDFT (Shenfeld et al., arXiv 2601.19897) and SDPO (Hübotter et al., arXiv 2601.20802): the policy
 samples from the plain prompt, and the same policy, with a demonstration or feedback in its prompt,
 says how likely each of these tokens was in its opinion. The observations of a rollout stay, for
-they are among its tokens. The prompts are written by algorithms/hindsight.py. Left out against the
-papers: a teacher whose weights are an average over time; the present weights or frozen ones teach.
+they are among its tokens. The prompts are written by algorithms/hindsight.py. The teacher of both
+papers is an average of the policy over time (scorers/averaged_teacher.py); by default the present
+one teaches.
 """
 
 from __future__ import annotations

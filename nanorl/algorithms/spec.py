@@ -155,7 +155,7 @@ class AlgorithmSpec(  # options stand in the order of the lines, from the last o
     @property
     def needs_reference(self) -> bool:
         """True if there is a reference (or teacher) policy, whoever reads what of it."""
-        is_policy = self.has_hindsight and self.hindsight_teacher == "policy"
+        is_policy = self.has_hindsight and self.hindsight_teacher != "reference"
         return self.needs_ref_logp or (self.loss_part.is_distillation and not is_policy)
 
     @property

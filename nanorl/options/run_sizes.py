@@ -27,7 +27,14 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import free_bytes
-from nanoengine.plan.footprint import Plan, num_params, rank_memory, training_widths, weight_bytes
+from nanoengine.plan.footprint import (
+    AVERAGE_WIDTH,
+    Plan,
+    num_params,
+    rank_memory,
+    training_widths,
+    weight_bytes,
+)
 from nanoinfer.engine_memory import bytes_per_block, step_bytes
 from nanoinfer.gpu.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS
 from nanorl.options.presets import get_preset
@@ -102,6 +109,8 @@ def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
     trainer = lora_bytes(config, shape) if config.lora.rank else training
     total = trainer + weights
     total += training if spec.needs_critic else 0
+    if spec.has_average and not config.lora.rank:  # as wide as the masters
+        total += AVERAGE_WIDTH * num_params(shape)
     num_references = max(len(parse_references(config.rl.reference)), 1)
     return total + (num_references * weights if spec.needs_reference else 0)
 

@@ -69,6 +69,7 @@ class RLPhase:
         checkpoints.open_journal()
         checkpoints.critic = await self._open_critic()
         reference = await self._open_reference()
+        await checkpoints.keep_average()
         with Scheduler(backend="inline") as scheduler:
             trainer = self._make_trainer(scheduler, reference)
             trainer.load(state.cursor.flow)

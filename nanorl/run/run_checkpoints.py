@@ -82,6 +82,12 @@ class RunCheckpoints:
         except TrainerLost as lost:
             self._state.live.say(f"{lost}: the newest checkpoint is what --resume goes on from")
 
+    async def keep_average(self) -> None:
+        """Have the engine keep an average of the weights, where that is the teacher."""
+        state, spec = self._state, self._state.config.rl.algorithm
+        if spec.has_average:
+            await state.train(state.roles.engine.keep_average, spec.hindsight_rate)
+
     def keep_start(self) -> None:
         """Keep the checkpoint with which RL began, or goes on in a run that kept none: only names
         are new, until the checkpoint itself is deleted. What no warm start has changed is the
@@ -147,6 +153,7 @@ class RunCheckpoints:
         cursor.reopen(rl.steps, is_changed=state.is_changed)
         if cursor.phase not in WARMING_UP:
             await state.train(roles.engine.restart, state.parts.rl_config())
+            await self.keep_average()  # first, for the checkpoint may have one
         await state.train(roles.engine.load, found)
         self._saved_place = cursor.place
         if cursor.phase == "rl" and cursor.best.get("step") == cursor.step:

@@ -2,6 +2,7 @@
 
 scored_learner.py    the learner of algorithms that read more than the rollouts say; the choice
 references.py        the policy that KL terms and distillation compare with, or several teachers
+averaged_teacher.py  the average of the policy over time, which teaches in hindsight
 value_critic.py      the values that PPO's advantages read, and their own regression to the returns
 gap_probe.py         rollouts to compare both engines on, where a batch has none
 

@@ -27,6 +27,7 @@ from nanorl.batching import TrainBatch, build_batch
 from nanorl.grpo import Field
 from nanorl.learner import Groups, Learner, Publisher, UpdatePlan
 from nanorl.options.run_config import RunConfig
+from nanorl.scorers.averaged_teacher import AveragedTeacher, AveragingEngine
 from nanorl.scorers.gap_probe import gap_on
 from nanorl.scorers.value_critic import ValueEstimator, explained_variance
 from nanorl.types import Rollout
@@ -41,7 +42,7 @@ class GroupScores:
     known: dict[str, dict[Field, list[Tensor]]]
 
 
-class ScoringEngine(Policy, Protocol):
+class ScoringEngine(Policy, AveragingEngine, Protocol):
     """An `Engine` as a learner uses it, or what stands for the ranks of one in other processes."""
 
     last_logps: list[Tensor]
@@ -202,11 +203,13 @@ class ScoredLearner(Learner):
         )
 
     def _teacher(self) -> Policy:
-        """The model whose opinion a distillation asks for: the policy itself, where hindsight alone
-        sets the teacher apart."""
+        """The model whose opinion a distillation asks for: the policy itself, or its average over
+        time, where hindsight alone sets the teacher apart."""
         spec = self.spec
         if spec.has_hindsight and spec.hindsight_teacher == "policy":
             return self.engine
+        if spec.has_average:
+            return AveragedTeacher(self.engine)
         reference = self.scorers.reference
         assert reference is not None, "the algorithm needs one, so the run has opened it"
         return reference

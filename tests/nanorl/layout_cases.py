@@ -85,7 +85,7 @@ SPECS: Mapping[str, AlgorithmSpec] = {
         gamma=0.9,
     ),
     "decoupled": AlgorithmSpec(advantage="maxrl", loss="decoupled_ppo", distill_coef=0.1),
-    "opd": RECIPES["opd"].spec,
+    "opd": replace(RECIPES["opd"].spec, distill_trust_region=1e-2),
     "opd_topk": replace(RECIPES["opd_topk"].spec, top_k=3, correction="tis"),
     "sdft": replace(RECIPES["sdft"].spec, kl_coef=0.1),
     "sdpo": replace(RECIPES["sdpo"].spec, top_k=4, distill_kl="forward"),

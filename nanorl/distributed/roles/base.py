@@ -27,6 +27,10 @@ class RunEngine(ScoringEngine, Protocol):
 
     def restart(self, config: EngineConfig) -> None: ...
 
+    def keep_average(self, rate: float) -> None:
+        """Keep an average of the weights over the steps (nanoengine/state/weight_average.py)."""
+        ...
+
     def save(self, path: Path, cursor: Mapping[str, Any], *, in_background: bool = False) -> object:
         """Write a checkpoint; in the background it returns when the state is copied."""
         ...

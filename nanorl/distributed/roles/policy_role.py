@@ -132,6 +132,17 @@ class PolicyRank:
     ) -> list[TopTokens]:
         return await self._work.run(self.engine.forward_top, samples, k, temperature=temperature)
 
+    async def average_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+        return await self._work.run(self.engine.average_logprobs, samples, temperature=temperature)
+
+    async def average_top(
+        self, samples: Sequence[Sample], k: int, temperature: float
+    ) -> list[TopTokens]:
+        return await self._work.run(self.engine.average_top, samples, k, temperature=temperature)
+
+    async def keep_average(self, rate: float) -> None:
+        await self._work.run(self.engine.keep_average, rate)
+
     async def restart(self, config: EngineConfig) -> None:
         await self._work.run(self.engine.restart, config)
 
@@ -239,13 +250,7 @@ class RankedEngine:
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]:
-        dealt = self._deal(samples)
-        return dealt.collect(
-            self._call_each(
-                PolicyRank.forward_logprobs,
-                lambda rank: (dealt.hand(samples, rank), temperature),
-            )
-        )
+        return self._dealt(PolicyRank.forward_logprobs, samples, temperature)
 
     def forward_entropies(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
@@ -261,12 +266,26 @@ class RankedEngine:
     def forward_top(
         self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
     ) -> list[TopTokens]:
+        return self._dealt(PolicyRank.forward_top, samples, k, temperature)
+
+    def average_logprobs(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        return self._dealt(PolicyRank.average_logprobs, samples, temperature)
+
+    def average_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        return self._dealt(PolicyRank.average_top, samples, k, temperature)
+
+    def keep_average(self, rate: float) -> None:
+        self._call_in_turn(PolicyRank.keep_average, rate)
+
+    def _dealt(self, method: Callable[..., Any], samples: Sequence[Sample], *args: Any) -> Any:
+        """What the ranks say of their shares of the samples, in the order of the batch."""
         dealt = self._deal(samples)
         return dealt.collect(
-            self._call_each(
-                PolicyRank.forward_top,
-                lambda rank: (dealt.hand(samples, rank), k, temperature),
-            )
+            self._call_each(method, lambda rank: (dealt.hand(samples, rank), *args))
         )
 
     def restart(self, config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 The chat is rendered with that folder's own template, in which a policy cannot spell control tokens.
 Rollouts that are scored at the same time are read together, packed without padding, in a thread.
+`scripts/train_sft.sh --loss reward_model` trains one from pairs of answers.
 Left out: models of several labels, and reward models that are served elsewhere (judge.py asks
 addresses).
 """
@@ -15,15 +16,17 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.heads.sequence_classifier import load_sequence_classifier, score_sequences
+from nanoengine.heads.sequence_classifier import (
+    load_sequence_classifier,
+    rated_chat,
+    score_sequences,
+)
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.device import worker_thread
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.task import Task
 from nanorl.types import Rollout
-
-_TRUSTED = frozenset({"system"})  # the policy's own text may not spell this model's control tokens
 
 
 class ModelReward:
@@ -50,9 +53,7 @@ class ModelReward:
         self._thread: ThreadPoolExecutor | None = None
 
     async def score(self, rollout: Rollout, task: Task, transcript: Transcript) -> Score:
-        ids = self._tokenizer.encode_chat(
-            transcript.messages, add_generation_prompt=False, trusted_roles=_TRUSTED
-        )
+        ids = rated_chat(self._tokenizer, transcript.messages)
         most = self._model.config.max_position_embeddings
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids[-most:], future))  # of a longer chat the end says more

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoengine.plan.footprint import CHECKPOINT_WIDTH, WIDTH
+from nanoengine.plan.footprint import AVERAGE_WIDTH, CHECKPOINT_WIDTH, WIDTH
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import OPENING
@@ -210,6 +210,7 @@ def disk_bytes(config: RunConfig, num_parameters: int) -> int:
     """The old checkpoints stay until the new one is written; a critic has its own."""
     spec = config.rl.algorithm
     checkpoint = CHECKPOINT_WIDTH * num_parameters * (2 if spec.needs_critic else 1)
+    checkpoint += AVERAGE_WIDTH * num_parameters * spec.has_average
     models = WIDTH[config.dtype] * num_parameters * (2 if spec.needs_reference else 1)
     return checkpoint * (config.keep_checkpoints + 1) + models
 

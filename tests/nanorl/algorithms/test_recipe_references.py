@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoengine.packing import make_micro_batches
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
-from nanorl.algorithms import corrections, divergences, dppo, old_policy
+from nanorl.algorithms import corrections, distillation, divergences, dppo, old_policy
 from nanorl.algorithms.advantages import gdpo, opo
 from nanorl.algorithms.batch_scoring import Scoring
 from nanorl.algorithms.covariance import choose_by_covariance
@@ -322,6 +322,79 @@ def test_dppo_masks_by_hand() -> None:
     same(divergences.binary_kl(old, new)[0], 0.5 * LOG(0.5 / 0.7) + 0.5 * LOG(0.5 / 0.3))
     assert dppo.dppo_mask("dppo_kl", new, old, up, (0.05, 0.05)).tolist() == [0, 1, 1]
     assert dppo.dppo_mask("dppo_kl", new, old, up, (0.05, 0.1)).tolist() == [1, 1, 1]
+
+
+# -- the trust region of OPD -----------------------------------------------------------------------
+
+REGION = 0.2
+TRUSTED = replace(named_spec("opd"), distill_trust_region=REGION)
+
+
+def test_the_trust_region_of_distillation_by_hand() -> None:
+    """A token stays out where it went too far, and the teacher would have it go on."""
+    old, new = values(0.5, 0.5, 0.5, 0.5, 0.9).log(), values(0.75, 0.75, 0.25, 0.25, 0.75).log()
+    teacher = values(0.9, 0.5, 0.1, 0.5, 0.1).log()
+    batch = LossBatch(
+        rollout_logp_T=old,
+        ref_logp_T=teacher,
+        advantage_T=torch.zeros(5, dtype=torch.float64),
+        mask_T=torch.ones(5),
+        weight_T=torch.ones(5, dtype=torch.float64),
+        sequence_ids_T=torch.zeros(5, dtype=torch.int64),
+        num_sequences=1,
+    )
+    theta = new.clone().requires_grad_()
+    loss, stats = make_loss(TRUSTED)(theta, batch)
+    loss.backward()
+    assert theta.grad is not None
+    near = -LOG(0.1 / 0.75) * 0.75 / 0.9
+    same(theta.grad, [0, -LOG(0.5 / 0.75) * 1.5, 0, -LOG(0.5 / 0.25) * 0.5, near])
+    assert float(stats["clip_fraction_sum"]) == 2
+
+
+@pytest.mark.parametrize("has_hindsight", [False, True])
+def test_the_trust_region_of_distillation_against_numpy(has_hindsight: bool) -> None:
+    num_masked = num_free = 0
+    rng = np.random.default_rng(5)
+    spec = replace(TRUSTED, hindsight="solution" if has_hindsight else "none")
+    for drawn in batches():
+        theta, batch = as_loss_batch(drawn)
+        teacher = np.minimum(drawn.theta + rng.normal(0, 1, len(drawn.theta)), 0)
+        word = torch.tensor(teacher)
+        given = {"teacher_logp_T": word} if has_hindsight else {"ref_logp_T": word}
+        loss, stats = make_loss(spec)(theta, replace(batch, **given))
+        loss.backward()
+        pi, mu, gain = np.exp(drawn.theta), np.exp(drawn.rollout), teacher - drawn.theta
+        leaves = (np.sign(gain) == np.sign(pi - mu)) & (np.abs(pi - mu) > REGION)
+        expected = np.where(leaves, 0.0, -gain * pi / mu)
+        same(loss, expected.sum())
+        assert theta.grad is not None
+        same(theta.grad, expected)
+        assert float(stats["clip_fraction_sum"]) == leaves.sum()
+        num_masked += int(leaves.sum())
+        num_free += int(((np.abs(pi - mu) > REGION) & ~leaves).sum())
+    assert min(num_masked, num_free) > 50, "the mask was never put to the test"
+
+
+def test_the_trust_region_is_a_number_and_its_gradient_that_of_opd() -> None:
+    """The mask and the gain are numbers: what is differentiated is π_θ/μ alone."""
+    old, teacher = values(0.3, 0.6, 0.8).log(), values(0.9, 0.1, 0.9).log()
+    theta = values(0.35, 0.2, 0.9).log().requires_grad_()
+    mask = dppo.dppo_mask("dppo_tv", theta, old, teacher - theta, (REGION, REGION))
+    assert mask.tolist() == [1, 0, 1] and not mask.requires_grad
+    gain = (teacher - theta).detach()
+    assert torch.autograd.gradcheck(lambda x: (-mask * gain * (x - old).exp()).sum(), theta)
+    (found,) = torch.autograd.grad((mask * distillation.opd(theta, old, teacher)).sum(), theta)
+    same(found, -mask * gain * (theta - old).exp())
+
+
+def test_only_opd_has_a_trust_region() -> None:
+    for name in ("grpo", "opd_topk", "sdpo"):
+        with pytest.raises(ValueError, match=r"distill_trust_region=0.2: loss='.*' has none"):
+            replace(named_spec(name), distill_trust_region=0.2)
+    with pytest.raises(ValueError, match=r"distill_trust_region=1.5: must be at most 1"):
+        replace(named_spec("opd"), distill_trust_region=1.5)
+    assert named_spec("opd").distill_trust_region == 0
 
 
 # -- KPop ------------------------------------------------------------------------------------------

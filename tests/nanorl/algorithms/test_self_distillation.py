@@ -4,6 +4,7 @@ every distillation from the command line."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,10 @@ from agent_doubles import EOS, tiny_tokenizer
 from test_recipe_references import NUM_BATCHES, same
 from torch import Tensor
 
+from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
+from nanoengine.plan.footprint import num_params
+from nanoengine.state.checkpoint import delete_checkpoint, open_checkpoint
 from nanoengine.text.chat_template import Message
 from nanoinfer.params import Output
 from nanorl.agents.limits import Limits
@@ -37,8 +41,11 @@ from nanorl.cli import main
 from nanorl.envs.base import Opening
 from nanorl.envs.tasks.problem import make_problem
 from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.inspection.doctor.preconditions import disk_bytes
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
+from nanorl.options.run_config import RunConfig
+from nanorl.options.run_sizes import resident_bytes
 from nanorl.task import Task
 from nanorl.types import Branch, Rollout, TurnSpan
 
@@ -386,6 +393,13 @@ def test_hindsight_is_stored_with_the_rollout(tmp_path: Path) -> None:
             {"hindsight": "none", "hindsight_teacher": "reference"},
             "hindsight_teacher='reference' with hindsight='none'",
         ),
+        (
+            {"hindsight": "none", "hindsight_teacher": "average"},
+            "hindsight_teacher='average' with hindsight='none'",
+        ),
+        ({"hindsight_teacher": "mean"}, "choose one of policy, reference, average"),
+        ({"hindsight_rate": 0.0}, "hindsight_rate=0.0: must be more than 0"),
+        ({"hindsight_rate": 1.5}, "hindsight_rate=1.5: must be at most 1"),
         ({"dynamic_sampling": True}, "dynamic_sampling with hindsight='solution'"),
     ],
 )
@@ -399,12 +413,14 @@ def test_whom_a_recipe_needs() -> None:
     needs = {
         (name, teacher): (spec.needs_reference, spec.needs_ref_logp)
         for name in ("sdft", "sdpo")
-        for teacher in ("policy", "reference")
+        for teacher in ("policy", "reference", "average")
         for spec in [replace(named_spec(name), hindsight_teacher=teacher)]
     }
     assert needs == {
         ("sdft", "policy"): (False, False),
         ("sdft", "reference"): (True, False),
+        ("sdft", "average"): (False, False),
+        ("sdpo", "average"): (False, False),
         ("sdpo", "policy"): (False, False),
         ("sdpo", "reference"): (True, False),
     }
@@ -513,6 +529,72 @@ def test_runs_that_teach_themselves_by_their_own_weights_or_by_the_frozen_ones(
         assert step["num_without_hindsight"] == 0.0 and step["num_trained_rollouts"] == 6
         found.append((step["loss"], step["grad_norm"]))
     assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0][1] > 0
+
+
+TWO_STEPS = "--algorithm sdft --rl.steps 2 --save-every 1"
+
+
+def test_the_average_is_counted_in_memory_and_on_the_disk(models: dict[int, Path]) -> None:
+    shape = ModelConfig.from_folder(models[0])
+    found = []
+    for teacher in ("policy", "average"):
+        spec = replace(SDFT, hindsight_teacher=teacher)  # type: ignore[arg-type]
+        config = RunConfig(rl=RLConfig(algorithm=spec), keep_checkpoints=2)
+        found.append((resident_bytes(config, shape), disk_bytes(config, 1000)))
+    (memory, disk), (more_memory, more_disk) = found
+    assert more_memory - memory == 4 * num_params(shape)
+    assert more_disk - disk == 3 * 4 * 1000  # of two checkpoints and one that is being written
+
+
+AVERAGE = "--rl.algorithm.hindsight-teacher average --rl.algorithm.hindsight-rate 0.5"
+
+
+@pytest.mark.xdist_group("heavy")
+def test_a_run_that_its_own_average_teaches_goes_on_with_it(
+    tmp_path: Path, models: dict[int, Path]
+) -> None:
+    """In the first step the average is the policy; in the second it lags behind."""
+    told = {}
+    for name, more in (("policy", ""), ("average", AVERAGE)):
+        (tmp_path / name).mkdir()
+        steps = run(tmp_path / name, f"{TWO_STEPS} --model {models[0]} {more}")
+        told[name] = [step["loss"] for step in steps]
+    assert told["average"][0] == told["policy"][0]
+    assert abs(told["average"][1] - told["policy"][1]) > 1e-4
+
+    out = tmp_path / "average" / "run"
+    newest = max((out / "checkpoints").glob("step_*"))
+    names = open_checkpoint(newest).names()
+    masters = {one.removeprefix("master.") for one in names if one.startswith("master.")}
+    assert masters == {one.removeprefix("average.") for one in names if "average." in one}
+    gone_back = tmp_path / "again" / "run"
+    shutil.copytree(out, gone_back)
+    for name in ("model-trained", "summary.json", "report.html"):
+        path = gone_back / name
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    forget_after(gone_back / "checkpoints", 1)
+    assert main(["train", "--resume", "--out", str(gone_back)]) == 0
+    again = [json.loads(line) for line in (gone_back / "metrics.jsonl").open()]
+    assert [step["loss"] for step in again] == told["average"]
+
+
+@pytest.mark.xdist_group("heavy")
+def test_the_average_is_the_same_where_the_trainer_is_a_process(
+    tmp_path: Path, models: dict[int, Path]
+) -> None:
+    told = []
+    for name, more in (("inline", ""), ("local", "--cluster.backend local")):
+        (tmp_path / name).mkdir()
+        steps = run(tmp_path / name, f"{TWO_STEPS} --model {models[0]} {AVERAGE} {more}")
+        told.append([step["loss"] for step in steps])
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
+
+
+def forget_after(checkpoints: Path, step: int) -> None:
+    """Leave the checkpoint that was made after so many RL steps as the newest."""
+    for path in sorted(checkpoints.glob("step_*")):
+        if open_checkpoint(path).meta["cursor"]["step"] > step:
+            delete_checkpoint(path)
 
 
 @pytest.mark.xdist_group("heavy")

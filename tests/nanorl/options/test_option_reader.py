@@ -162,6 +162,9 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "rl.algorithm.correction_high": {
         **{"rl.algorithm.correction": "icepop", "rl.algorithm.correction_high": 4.5},
     },
+    "rl.algorithm.distill_trust_region": {
+        **{"algorithm": "opd", "rl.algorithm.distill_trust_region": 0.25},
+    },
     "rl.algorithm.hindsight": {
         **{"algorithm": "opd", "rl.algorithm.hindsight": "solution"},
     },
