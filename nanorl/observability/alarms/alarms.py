@@ -42,6 +42,8 @@ GOOD_SUCCESS = 0.9
 """Then a policy may well be sure of itself, and most groups have equal rewards because it is right:
 neither is a fault."""
 OF_EQUAL_ROLLOUTS = ("no_signal", "identical_rollouts")
+OF_ENDS = ("no_end_of_turn", "other_stop_token")
+"""What is wrong from the first rollout on: a policy that could end its turns has collapsed."""
 NUM_IN_A_ROW = 3
 """So many steps in a row must show the same before a run says it: one may be an accident."""
 AT_ONCE = ("changed_nothing", "silence_pays")
@@ -433,7 +435,7 @@ def rollout_findings(evidence: Evidence) -> list[Finding]:
     """The findings of all checks of rollouts. Where no turn ever ends, that is all there is to say
     of turns that were cut off and calls that nobody made."""
     found = in_order(check(evidence) for check in CHECKS)
-    if not {one.name for one in found} & {"no_end_of_turn", "other_stop_token"}:
+    if not {one.name for one in found} & set(OF_ENDS):
         return found
     return [one for one in found if one.name not in ("cut_turns", "unread_calls")]
 
@@ -461,6 +463,7 @@ class RunAlarms(RunObserver):
         self._in_a_row: dict[str, int] = {}
         self._said: dict[str, list[int]] = {}  # the steps
         self._first_entropy: float | None = None
+        self._could_end = False
 
     async def on_step_kept(self, step: StepResult) -> None:
         found = self.observe(step.step, step.metrics, step.groups, step.failed, step.tasks)
@@ -489,6 +492,9 @@ class RunAlarms(RunObserver):
             *self._of_numbers(metrics, evidence),
             *in_order([answers_alike(evidence.rollouts, tasks, self._tokenizer)]),
         ]
+        self._could_end |= any(one.status is Status.FINISHED for one in evidence.rollouts)
+        if self._could_end:
+            found = [one for one in found if one.name not in OF_ENDS]
         if metrics.get("success", 0.0) >= GOOD_SUCCESS:
             found = [one for one in found if one.name not in OF_EQUAL_ROLLOUTS]
         elif not metrics["num_trained_rollouts"]:

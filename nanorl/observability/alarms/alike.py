@@ -20,8 +20,9 @@ ALIKE = 0.8
 """Of all rollouts have one text: the rest is what a temperature changes."""
 LEAST_TASKS = 8
 """Different tasks, of which one answer cannot be right by accident."""
-PAID = 0.5
-"""In the mean: an answer that is wrong everywhere is no gap, but a policy that has not begun."""
+PAID, MOSTLY = 0.5, 0.5
+"""So much is paid for it, most of the times that it is said: an answer that is wrong nearly
+everywhere is no gap, but a policy that has not begun."""
 
 
 def answers_alike(
@@ -29,20 +30,21 @@ def answers_alike(
 ) -> Finding | None:
     """One text that answers nearly all of these tasks, and earns something. `tasks` by task_id."""
     same = _commonest(rollouts)
-    asked = {one.task_id for one in same}
+    paid = [one for one in same if one.total_reward >= PAID]
+    asked = {one.task_id for one in paid}
     if len(asked) < LEAST_TASKS or len(same) < ALIKE * len(rollouts):
         return None
-    paid = fmean(one.total_reward for one in same)
     # An own reward has no answers to compare with, or one for each task.
     wanted = {tasks[name].answer_text for name in asked if name in tasks}
-    if not paid >= PAID or (len(wanted) == 1 and wanted != {""}):
+    if len(paid) < MOSTLY * len(same) or (len(wanted) == 1 and wanted != {""}):
         return None
     said = quoted(tokenizer.decode(action_ids(same[0].sequences), skip_special=True))
+    num_tasks, mean = len({one.task_id for one in same}), fmean(one.total_reward for one in same)
     return Finding(
         name="answers_alike",
         severity=Severity.WARNING,
-        seen=f"{len(same)} of {len(rollouts)} rollouts say the same to {len(asked)} different "
-        f"tasks, and earn {paid:.2g}: {said}",
+        seen=f"{len(same)} of {len(rollouts)} rollouts say the same to {num_tasks} different tasks, "
+        f"and earn {mean:.2g}: {said}",
         why="what is paid whatever was asked is a gap in the reward, and nothing else is learnt",
         remedy="have the reward look at the task, try it on that text with several tasks, and "
         "train anew; if one answer is right for all tasks, all is well",

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanorl.observability.alarms.alarms import GOOD_SUCCESS, Evidence, rollout_findings
+from nanorl.observability.alarms.alarms import (
+    GOOD_SUCCESS,
+    OF_ENDS,
+    Evidence,
+    rollout_findings,
+)
 from nanorl.observability.alarms.finding import Finding, Severity, in_order
 from nanorl.observability.diagnosis import learning_faults, reward_faults
 from nanorl.observability.diagnosis.run_record import RunRecord
+from nanorl.types import Status
 
 LEAST_STEPS = 3
 """Of RL, before anything is said: a step may be bad by accident, as in the alarms of a run."""
@@ -21,8 +27,8 @@ Check = Callable[[RunRecord], Finding | None]
 
 CHECKS: tuple[Check, ...] = (
     reward_faults.one_answer,
-    reward_faults.paid_silence,
     reward_faults.paid_cut_offs,
+    reward_faults.paid_silence,
     learning_faults.against_success,
     reward_faults.costly_steps,
     reward_faults.near_misses,
@@ -39,7 +45,9 @@ CHECKS: tuple[Check, ...] = (
     learning_faults.sharpened,
 )
 """Causes before what follows from them: of equal severity, the first is read first."""
-SAID_BETTER = ("no_signal", "never_success", "always_success", "silence_pays")
+SAID_BETTER = (
+    *("no_signal", "identical_rollouts", "never_success", "always_success", "silence_pays"),
+)
 """Checks of a batch that have one of a whole run here."""
 
 
@@ -54,9 +62,9 @@ def diagnose(record: RunRecord) -> list[Finding]:
 
 
 def _of_batches(record: RunRecord) -> list[Finding]:
-    """What the last rollouts show by themselves, unless they are nearly all right."""
+    """What the last rollouts show by themselves, unless nearly all are right, or more than were."""
     late = record.late
-    if record.success.late >= GOOD_SUCCESS:
+    if record.success.late >= GOOD_SUCCESS or record.success.rose:
         return []
     evidence = Evidence(
         config=record.config,
@@ -64,8 +72,11 @@ def _of_batches(record: RunRecord) -> list[Finding]:
         tokenizer=record.tokenizer,
         has_tools=any("num_executions" in one.metrics for one in late.rollouts),
     )
+    # A policy that ended its turns once has not been given the wrong token: it has collapsed.
+    could_end = any(one.status is Status.FINISHED for one in record.early.rollouts)
+    left_out = SAID_BETTER + (OF_ENDS if could_end else ())
     return [
         one
         for one in rollout_findings(evidence)
-        if one.severity < Severity.NOTE and one.name not in SAID_BETTER
+        if one.severity < Severity.NOTE and one.name not in left_out
     ]

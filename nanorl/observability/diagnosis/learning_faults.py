@@ -22,7 +22,7 @@ from nanorl.observability.alarms.alarms import (
 from nanorl.observability.alarms.finding import Finding, Severity
 from nanorl.observability.diagnosis.run_record import CLEAR, Change, RunRecord, Window
 from nanorl.observability.report.comparison import PairedComparison
-from nanorl.observability.report.statistics import Z95
+from nanorl.observability.report.statistics import Z95, share_of_tasks
 
 LEAST_STEPS = 6
 """Two in each of the windows that are compared."""
@@ -111,7 +111,7 @@ def small_rate(record: RunRecord) -> Finding | None:
         seen=f"{record.num_same} of {record.num_compared} greedy answers are the same before and "
         f"after {record.num_steps} steps, which had a signal; success {record.success.text()}",
         why="the updates are too small to change what is said",
-        remedy=f"raise --rl.lr {lr:g} to {3 * lr:.2g} or {10 * lr:.2g}, or take more steps",
+        remedy=f"raise --rl.lr {lr:g} to {10 * lr:.2g}, and again until something moves",
     )
 
 
@@ -200,7 +200,8 @@ def sharpened(record: RunRecord) -> Finding | None:
     after = greedy.success(1).value
     if not sampled.rose or greedy.difference.low > 0.0 or after >= GOOD_SUCCESS:
         return None
-    if sampled.late > after:  # then the samples are more than a best guess
+    stands = greedy.difference.value < (sampled.late - sampled.early) / 2
+    if not stands or sampled.late > after:  # then the samples are more than a best guess
         return None
     return Finding(
         name="sharpened",
@@ -255,16 +256,18 @@ def _ends_well(record: RunRecord) -> bool:
 
 
 def _first_gap(record: RunRecord) -> Change | None:
-    """Success of unseen tasks and of seen ones as RL begins. Greedy success is used where there is
-    nothing sampled: it is seldom below it, so the gap is not made larger."""
+    """Success of unseen tasks and of seen ones as RL begins. Where nothing was sampled of unseen
+    ones, greedy success is held against the share of groups whose rollouts were all right: of a
+    policy that has seen neither, that is the lower one."""
     if record.curve:
         row = record.curve[0]
         return _between(row["heldout"], row["train"])
     if record.before is None:
         return None
-    unseen, seen = record.before.success, record.success
-    error = math.hypot((unseen.high - unseen.low) / 2 / Z95, seen.error)
-    return Change(unseen.value, seen.early, error)
+    unseen, groups = record.before.success, record.early.groups
+    seen = share_of_tasks([float(all(one.is_success for one in group)) for group in groups])
+    errors = [(each.high - each.low) / 2 / Z95 for each in (unseen, seen)]
+    return Change(unseen.value, seen.value, math.hypot(*errors))
 
 
 def _is_wide(gap: Change) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from statistics import fmean, pvariance
 
 from nanorl.observability.alarms.alarms import FEW_GROUPS, GOOD_SUCCESS, MANY
-from nanorl.observability.alarms.alike import answers_alike
+from nanorl.observability.alarms.alike import action_ids, answers_alike
 from nanorl.observability.alarms.finding import Finding, Severity
 from nanorl.observability.alarms.silence import LEAST_OF_EACH, silence_pays
-from nanorl.observability.diagnosis.run_record import RunRecord, Window
+from nanorl.observability.diagnosis.run_record import RunRecord
 from nanorl.types import Rollout, Status
 
 SOLVED = 0.99
@@ -24,7 +24,9 @@ LEAST_GROUPS = 8
 """Groups with a signal, without which nothing is said of what they look like."""
 LEAST_MEMBERS = 4
 """Of a group that can be one-sided: of three, one is always alone."""
-NEARLY_ALL = 0.8
+MOST = 0.66
+"""Of the groups with a signal: so many have one lucky rollout where a twelfth of eight, or a sixth
+of four, succeed."""
 FAINT = 0.05
 """Between the best and the worst of a group, where a solved task earns 1: what a reward says of
 length or style, and not of the task."""
@@ -41,12 +43,15 @@ AS_MUCH = 0.95
 def no_signal(record: RunRecord) -> Finding | None:
     """Groups of equal rewards: too hard, solved already, or each task always the same way."""
     late, success = record.late, record.success
-    if late.trained_share >= FEW_GROUPS or not late.rollouts:
+    if late.trained_share >= FEW_GROUPS or success.fell:  # what was solved once is not too hard
         return None
     seen = (
         f"{late.trained_share:.0%} of the rollouts of {late.steps} were trained on, with "
         f"{success.late:.0%} success"
     )
+    alike = sum(len({tuple(action_ids(one.sequences)) for one in some}) == 1 for some in late.groups)
+    if alike >= MANY * len(late.groups):
+        seen += f"; in {alike} of {len(late.groups)} groups all rollouts are the same"
     why = "a group of equal rewards says nothing of what is better"
     if success.late >= GOOD_SUCCESS:
         return _solved(seen) if success.early >= SOLVED else None
@@ -101,19 +106,20 @@ def never_solved(record: RunRecord) -> Finding | None:
 
 def one_sided(record: RunRecord) -> Finding | None:
     """Groups in which one lucky rollout stands against all others."""
-    success, groups = record.success, _with_signal(record.late)
+    played = [*record.early.groups, *record.late.groups]
+    groups = _with_signal(played)
     large = [group for group in groups if len(group) >= LEAST_MEMBERS]
-    lonely = sum(_has_one_apart(group) for group in large)
-    rare = len(groups) < MANY * len(record.late.groups)
-    if len(large) < LEAST_GROUPS or lonely < NEARLY_ALL * len(large) or not rare:
+    lucky = sum(_has_one_above(group) for group in large)
+    is_rare = len(groups) < MANY * len(played)
+    if len(large) < LEAST_GROUPS or lucky < MOST * len(large) or not is_rare:
         return None
-    if success.late >= MANY or success.rose:
+    if _is_learning(record):
         return None
     return Finding(
         name="one_sided",
         severity=Severity.WARNING,
-        seen=f"in {lonely} of {len(large)} groups with a signal one rollout is apart from all "
-        f"others, and {len(record.late.groups) - len(groups)} groups have none",
+        seen=f"in {lucky} of {len(large)} groups with a signal one rollout alone earned more than "
+        f"the others, which are all alike, and {len(played) - len(groups)} groups have none",
         why="a step follows single lucky rollouts, with what was accidental in them",
         remedy=f"raise --rl.group-size {record.config.rl.group_size} to "
         f"{4 * record.config.rl.group_size}, give easier tasks or partial rewards, or warm up "
@@ -121,19 +127,19 @@ def one_sided(record: RunRecord) -> Finding | None:
     )
 
 
-def _has_one_apart(group: Sequence[Rollout]) -> bool:
-    counts = Counter(one.total_reward for one in group)
-    return len(counts) == 2 and min(counts.values()) == 1
+def _has_one_above(group: Sequence[Rollout]) -> bool:
+    counts = Counter(_rewards(group))
+    return len(counts) == 2 and counts[max(counts)] == 1
 
 
 def faint_rewards(record: RunRecord) -> Finding | None:
     """Rewards that are nearly constant: what little they differ by is all that is learnt."""
-    groups = _with_signal(record.late)
+    groups = _with_signal(record.late.groups)
     spreads = [max(rewards) - min(rewards) for rewards in map(_rewards, groups)]
     faint = [spread for spread in spreads if spread < FAINT]
     if len(groups) < LEAST_GROUPS or len(faint) < MANY * len(groups):
         return None
-    if record.success.late >= GOOD_SUCCESS or record.success.rose:
+    if _is_learning(record):
         return None
     return Finding(
         name="faint_rewards",
@@ -149,13 +155,13 @@ def faint_rewards(record: RunRecord) -> Finding | None:
 
 def costly_steps(record: RunRecord) -> Finding | None:
     """What turns cost decides more than what the rollout came to."""
-    groups = _with_signal(record.late)
+    groups = _with_signal(record.late.groups)
     mean_cost = record.late.mean(_of_turns)
     by_turns = sum(pvariance(map(_of_turns, group)) for group in groups)
     by_outcome = sum(pvariance([one.reward for one in group]) for group in groups)
     if len(groups) < LEAST_GROUPS or mean_cost >= 0.0 or by_turns < by_outcome:
         return None
-    if record.success.late >= GOOD_SUCCESS or record.success.rose:
+    if _is_learning(record):
         return None
     return Finding(
         name="costly_steps",
@@ -172,7 +178,7 @@ def costly_steps(record: RunRecord) -> Finding | None:
 def paid_silence(record: RunRecord) -> Finding | None:
     """Rollouts that are cut off earn more than those that play; early ones, too, since afterwards
     there may be no others."""
-    if record.success.late >= GOOD_SUCCESS:
+    if record.success.late >= GOOD_SUCCESS or paid_cut_offs(record):
         return None
     return silence_pays(record.late.rollouts) or silence_pays(record.early.rollouts)
 
@@ -196,19 +202,20 @@ def paid_cut_offs(record: RunRecord) -> Finding | None:
         seen=f"{share.text()} of the rollouts are cut off, and earn {fmean(cut):.2g} where those "
         f"that end earn {fmean(rest):.2g}; they write {length.text('.0f')} tokens",
         why="nothing is lost by never coming to an end, so it rambles",
-        remedy="have `score` give less, or 0, to what was cut off (transcript.rollout.status), or "
-        "charge length only near the limit (--rl.algorithm.overlong-buffer)",
+        remedy="have `score` give less, or 0, to what was cut off (transcript.is_truncated), "
+        "or raise the limit",
     )
 
 
 def near_misses(record: RunRecord) -> Finding | None:
     """Failures that earn nearly as much as a success, which does not come."""
     failures = [one.total_reward for one in record.late.rollouts if not one.is_success]
+    grades = [one.total_reward for one in record.both if not one.is_success]
     solved = [one.total_reward for one in record.both if one.is_success]
     best = fmean(solved) if solved else 1.0
     if len(failures) < LEAST_FAILURES or fmean(failures) < NEAR_MISS * best:
         return None
-    if record.success.late >= GOOD_SUCCESS or record.success.rose:
+    if max(grades) - min(grades) < FAINT or _is_learning(record):
         return None
     return Finding(
         name="near_misses",
@@ -226,8 +233,13 @@ def one_answer(record: RunRecord) -> Finding | None:
     return answers_alike(record.late.rollouts, record.tasks, record.tokenizer)
 
 
-def _with_signal(window: Window) -> list[Sequence[Rollout]]:
-    return [group for group in window.groups if len(set(_rewards(group))) > 1]
+def _is_learning(record: RunRecord) -> bool:
+    """It solves nearly everything, or more than it did: whatever its rewards are, they teach."""
+    return record.success.late >= GOOD_SUCCESS or record.success.rose
+
+
+def _with_signal(groups: Sequence[Sequence[Rollout]]) -> list[Sequence[Rollout]]:
+    return [group for group in groups if len(set(_rewards(group))) > 1]
 
 
 def _rewards(group: Sequence[Rollout]) -> list[float]:
