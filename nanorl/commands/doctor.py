@@ -49,7 +49,9 @@ def _of_run(run: Path, *, is_json: bool) -> int:
     is_ill = any(one.severity < Severity.NOTE for one in findings)
     if is_json:
         about: dict[str, Any] = {"run": str(run), "steps": record.num_steps, "is_ill": is_ill}
-        print(json_module.dumps(about | {"findings": [one.to_json() for one in findings]}, indent=2))
+        print(
+            json_module.dumps(about | {"findings": [one.to_json() for one in findings]}, indent=2)
+        )
     else:
         print("\n".join([record.text(), findings_text(findings, len(findings))]).rstrip())
     return int(is_ill)

@@ -495,7 +495,8 @@ class RunAlarms(RunObserver):
         self._could_end |= any(one.status is Status.FINISHED for one in evidence.rollouts)
         if self._could_end:
             found = [one for one in found if one.name not in OF_ENDS]
-        if metrics.get("success", 0.0) >= GOOD_SUCCESS:
+        is_solved = metrics.get("success", 0.0) >= GOOD_SUCCESS
+        if is_solved or metrics["num_trained_rollouts"] >= FEW_GROUPS * len(evidence.rollouts):
             found = [one for one in found if one.name not in OF_EQUAL_ROLLOUTS]
         elif not metrics["num_trained_rollouts"]:
             found = [_changed_nothing(), *(one for one in found if one.name != "no_signal")]

@@ -43,8 +43,8 @@ def answers_alike(
     return Finding(
         name="answers_alike",
         severity=Severity.WARNING,
-        seen=f"{len(same)} of {len(rollouts)} rollouts say the same to {num_tasks} different tasks, "
-        f"and earn {mean:.2g}: {said}",
+        seen=f"{len(same)} of {len(rollouts)} rollouts say the same to {num_tasks} different "
+        f"tasks, and earn {mean:.2g}: {said}",
         why="what is paid whatever was asked is a gap in the reward, and nothing else is learnt",
         remedy="have the reward look at the task, try it on that text with several tasks, and "
         "train anew; if one answer is right for all tasks, all is well",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from nanorl.observability.alarms.alarms import (
@@ -33,8 +32,10 @@ GAP = 0.2
 MANY_TIMES = 4.0
 """So often was a task seen: once is news, four times is a list that one learns by heart."""
 SAME, LEAST_COMPARED = 0.9, 10
-"""So many greedy answers are the same before and after, of so many at least: a policy that moves
-changes most of them, in some word at least."""
+"""So many greedy answers are the same before and after, of so many at least."""
+STILL = 0.01
+"""Nats a token by which the log-probs of those differ: bf16 alone gives some thousandths
+(docs/log.md), and a run that learns moves them by tenths."""
 EXPLODED = 10.0
 """Times the gradient norm of the first steps."""
 MANY_CLIPPED = 0.3
@@ -95,21 +96,27 @@ def gone_entropy(record: RunRecord) -> Finding | None:
     """The policy has become sure of itself without being right."""
     if not record.late.rollouts:
         return None
-    return low_entropy(_entropy(record.late), _entropy(record.early), record.success.late)
+    first = _entropy(record.early)
+    known = first if math.isfinite(first) else None  # the first rollouts may have expired
+    return low_entropy(_entropy(record.late), known, record.success.late)
 
 
 def small_rate(record: RunRecord) -> Finding | None:
     """There is a signal, and nothing moves."""
     if not _could_learn(record) or _moves(record):
         return None
-    if record.num_compared < LEAST_COMPARED or record.num_same < SAME * record.num_compared:
+    move = record.greedy
+    if move is None or move.num < LEAST_COMPARED or move.num_same < SAME * move.num:
+        return None
+    if move.nats >= STILL:
         return None
     lr = record.config.rl.lr
     return Finding(
         name="small_rate",
         severity=Severity.WARNING,
-        seen=f"{record.num_same} of {record.num_compared} greedy answers are the same before and "
-        f"after {record.num_steps} steps, which had a signal; success {record.success.text()}",
+        seen=f"{move.num_same} of {move.num} greedy answers are the same before and after "
+        f"{record.num_steps} steps, which had a signal, and their log-probs moved by "
+        f"{move.nats:.1g} nats a token; success {record.success.text()}",
         why="the updates are too small to change what is said",
         remedy=f"raise --rl.lr {lr:g} to {10 * lr:.2g}, and again until something moves",
     )
@@ -186,8 +193,8 @@ def stands(record: RunRecord) -> Finding | None:
         f"({record.reward.early:.2g}, give or take {CLEAR * record.reward.error:.2g}); success "
         f"{record.success.text()}",
         why="what single batches say is lost in their noise, or there were too few",
-        remedy=f"take more steps than {record.num_steps}, more rollouts a step (--rl.tasks-per-step "
-        f"{2 * rl.tasks_per_step}), or a higher --rl.lr than {rl.lr:g}",
+        remedy=f"take more steps than {record.num_steps}, more rollouts a step "
+        f"(--rl.tasks-per-step {2 * rl.tasks_per_step}), or a higher --rl.lr than {rl.lr:g}",
     )
 
 
@@ -195,7 +202,7 @@ def sharpened(record: RunRecord) -> Finding | None:
     """Sampled success rises and greedy success stands."""
     if record.before is None or record.after is None:
         return None
-    sampled = _heldout_rise(record) or record.success
+    sampled = _curve_rise(record, "heldout") or record.success
     greedy = PairedComparison.of(record.before, record.after)
     after = greedy.success(1).value
     if not sampled.rose or greedy.difference.low > 0.0 or after >= GOOD_SUCCESS:
@@ -211,7 +218,8 @@ def sharpened(record: RunRecord) -> Finding | None:
         why="RL makes samples as good as the best guess first; more than that must be found among "
         "them",
         remedy="look at pass@k (--evaluation.every 4 --evaluation.k 8): where it is above pass@1 "
-        "there is more to win, by more steps, a larger --rl.group-size or a higher --rl.temperature",
+        "there is more to win, by more steps, a larger --rl.group-size or a higher "
+        "--rl.temperature",
     )
 
 
@@ -275,23 +283,29 @@ def _is_wide(gap: Change) -> bool:
 
 
 def _between(one: Mapping[str, float], other: Mapping[str, float]) -> Change:
-    """The change of success from one evaluation's figures to another's."""
+    """The difference of success of two splits' figures."""
     errors = [(each["success_high"] - each["success_low"]) / 2 / Z95 for each in (one, other)]
     return Change(one["success"], other["success"], math.hypot(*errors))
 
 
-def _heldout_rise(record: RunRecord) -> Change | None:
-    """How sampled success of held-out tasks changed over RL."""
+def _curve_rise(record: RunRecord, split: str) -> Change | None:
+    """How sampled success of a split changed over RL: of the tasks that the first evaluation and
+    the last one have in common, task by task, which is surer than two means are."""
     if len(record.curve) < 2:
         return None
-    return _between(record.curve[0]["heldout"], record.curve[-1]["heldout"])
+    first, last = (row["shares"][split] for row in (record.curve[0], record.curve[-1]))
+    both = sorted(first.keys() & last.keys())
+    if len(both) < 2:
+        return None
+    error = stdev(last[task] - first[task] for task in both) / math.sqrt(len(both))
+    early, late = (fmean(some[task] for task in both) for some in (first, last))
+    return Change(early, late, error)
 
 
 def _rises(record: RunRecord) -> tuple[Change | None, Change | None]:
     """How success changed on training tasks and on held-out ones."""
     if len(record.curve) > 1:
-        first, last = record.curve[0], record.curve[-1]
-        return _between(first["train"], last["train"]), _heldout_rise(record)
+        return _curve_rise(record, "train"), _curve_rise(record, "heldout")
     if record.before is None or record.after is None:
         return record.success, None
     one, other = (each.success for each in (record.before, record.after))

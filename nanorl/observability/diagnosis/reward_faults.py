@@ -49,7 +49,9 @@ def no_signal(record: RunRecord) -> Finding | None:
         f"{late.trained_share:.0%} of the rollouts of {late.steps} were trained on, with "
         f"{success.late:.0%} success"
     )
-    alike = sum(len({tuple(action_ids(one.sequences)) for one in some}) == 1 for some in late.groups)
+    alike = sum(
+        len({tuple(action_ids(one.sequences)) for one in some}) == 1 for some in late.groups
+    )
     if alike >= MANY * len(late.groups):
         seen += f"; in {alike} of {len(late.groups)} groups all rollouts are the same"
     why = "a group of equal rewards says nothing of what is better"

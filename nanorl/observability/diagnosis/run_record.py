@@ -61,6 +61,16 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GreedyMove:
+    """How far RL has moved the policy, by the greedy rollouts before it and after it: so many of
+    `num` are token by token the same, and the log-probs of those differ by `nats` a token."""
+
+    num: int
+    num_same: int
+    nats: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Window:
     """Consecutive steps, and the groups that were played in them, without failed rollouts."""
 
@@ -105,12 +115,10 @@ class RunRecord:
     times_seen: float = 1.0
     """Groups of RL for each task, in the mean."""
     curve: Sequence[Mapping[str, Any]] = ()
+    """Rows as of rl_evaluations.py, and `shares`: split -> task_id -> success."""
     before: Evaluation | None = None
     after: Evaluation | None = None
-    num_same: int = 0
-    """Greedy rollouts that are token by token the same before RL and after it, of `num_compared`
-    held-out tasks."""
-    num_compared: int = 0
+    greedy: GreedyMove | None = None
     tokenizer: ChatTokenizer
 
     @property
@@ -175,7 +183,6 @@ def read_record(
     late = [rows[place] for place in reversed(_affordable(reversed(last), rows, num_of_step))]
     tasks = {one.task_id for one in entries}
     groups = {one.group_id for one in entries}
-    same, compared = _same_answers(folder)
     return RunRecord(
         config=config,
         rows=rows,
@@ -186,8 +193,7 @@ def read_record(
         curve=_curve(folder / RL_EVALUATIONS_FILE, config),
         before=_evaluation(folder / "eval-before.json"),
         after=_evaluation(folder / "eval-after.json"),
-        num_same=same,
-        num_compared=compared,
+        greedy=_greedy_move(folder / EVALUATIONS_FILE),
         tokenizer=tokenizer,
     )
 
@@ -219,18 +225,26 @@ def _evaluation(file: Path) -> Evaluation | None:
     return Evaluation.read(file) if file.is_file() else None
 
 
-def _same_answers(folder: Path) -> tuple[int, int]:
-    """Of how many held-out tasks the greedy rollouts before RL and after it are the same, and how
-    many were played in both."""
-    if not (folder / EVALUATIONS_FILE).is_file():
-        return 0, 0
-    with RolloutStore(folder / EVALUATIONS_FILE, is_read_only=True) as store:
+def _greedy_move(file: Path) -> GreedyMove | None:
+    """Compare the held-out tasks that were played both before RL and after it; None without any."""
+    if not file.is_file():
+        return None
+    with RolloutStore(file, is_read_only=True) as store:
         before, after = (
-            {one.task_id: one.content_hash for one in store.entries(step=PHASES.index(name))}
+            {one.task_id: one for one in store.query(step=PHASES.index(name))}
             for name in ("before", "after")
         )
-    both = before.keys() & after.keys()
-    return sum(before[task] == after[task] for task in both), len(both)
+    pairs = [(before[name], after[name]) for name in before.keys() & after.keys()]
+    same = [pair for pair in pairs if pair[0].tokens == pair[1].tokens]
+    differences = [
+        abs(one - other)
+        for old, new in same
+        for one, other, is_action in zip(old.logps, new.logps, old.loss_mask, strict=True)
+        if is_action
+    ]
+    if not pairs:
+        return None
+    return GreedyMove(num=len(pairs), num_same=len(same), nats=_mean(differences))
 
 
 def _curve(file: Path, config: RunConfig) -> list[dict[str, Any]]:
@@ -244,10 +258,18 @@ def _curve(file: Path, config: RunConfig) -> list[dict[str, Any]]:
         for step in sorted(store.steps()):
             played = {split: _of_split(store.query(step=step), tasks, split) for split in SPLITS}
             if all(played.values()):  # the training tasks of one may be on their way
-                found.append(
-                    {"step": step, "k": k, **{name: figures(one, k) for name, one in played.items()}}
-                )
+                row = {name: figures(one, k) for name, one in played.items()}
+                shares = {name: _shares(one) for name, one in played.items()}
+                found.append({"step": step, "k": k, "shares": shares, **row})
     return found
+
+
+def _shares(played: Sequence[tuple[Task, Rollout]]) -> dict[str, float]:
+    """The success of each task."""
+    found: dict[str, list[float]] = {}
+    for task, rollout in played:
+        found.setdefault(task.task_id, []).append(rollout.is_success)
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def _of_split(

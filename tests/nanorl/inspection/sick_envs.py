@@ -154,4 +154,4 @@ class ByHeart(nanorl.Env):
 class FewTasks(ByHeart):
     """The teacher is seldom right, so that RL must find out by itself."""
 
-    sure, num_train = 0.3, 8
+    sure, num_train = 0.6, 8
