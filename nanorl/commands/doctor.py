@@ -1,4 +1,4 @@
-"""`nanorl doctor`: what is wrong with this machine, or with a run that does not learn.
+"""`nanorl doctor` says what ails this machine, or a run that does not learn.
 
     nanorl doctor                      # the machine: what will run, how, and what is missing
     nanorl doctor runs/mine            # a run, finished or not: why it does not learn

@@ -1,4 +1,4 @@
-"""`examine_run`: what a run's folder says about why it does not learn. Nothing is written into it,
+"""`examine_run` reads off a run's folder why it does not learn. Nothing is written into it,
 but tables of an earlier version are brought to today's."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanorl.run.saved_models import read_run, read_tokenizer
 
 
 def examine_run(folder: Path) -> tuple[RunRecord, list[Finding]]:
-    """The record of a run, and its findings, the worst first. ValueError if the folder is no run's,
+    """Return the record of a run, and its findings, the worst first. ValueError if the folder is no run's,
     or has no rollouts of RL yet."""
     config = read_run(folder)
     for name in (EVALUATIONS_FILE, RL_EVALUATIONS_FILE):

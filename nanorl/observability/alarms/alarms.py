@@ -43,7 +43,7 @@ GOOD_SUCCESS = 0.9
 neither is a fault."""
 OF_EQUAL_ROLLOUTS = ("no_signal", "identical_rollouts")
 OF_ENDS = ("no_end_of_turn", "other_stop_token")
-"""What is wrong from the first rollout on: a policy that could end its turns has collapsed."""
+"""They are wrong from the first rollout on: a policy that could end its turns has collapsed."""
 NUM_IN_A_ROW = 3
 """So many steps in a row must show the same before a run says it: one may be an accident."""
 AT_ONCE = ("changed_nothing", "silence_pays")

@@ -1,4 +1,4 @@
-"""Answers that are all alike: one text is said whatever the task, and is paid for it.
+"""Sees answers that are all alike: one text is said whatever the task, and is paid for it.
 
 A reward of one's own that looks at the answer alone (is it long? does it name two things?) is often
 satisfied by one sentence. RL finds it within a few steps: success is 100 %, and nothing was learnt.
@@ -17,7 +17,7 @@ from nanorl.task import Task
 from nanorl.types import Branch, Rollout
 
 ALIKE = 0.8
-"""Of all rollouts have one text: the rest is what a temperature changes."""
+"""So many rollouts, as a share, have one text: the rest is what a temperature changes."""
 LEAST_TASKS = 8
 """Different tasks, of which one answer cannot be right by accident."""
 PAID, MOSTLY = 0.5, 0.5
@@ -28,7 +28,8 @@ everywhere is no gap, but a policy that has not begun."""
 def answers_alike(
     rollouts: Sequence[Rollout], tasks: Mapping[str, Task], tokenizer: ChatTokenizer
 ) -> Finding | None:
-    """One text that answers nearly all of these tasks, and earns something. `tasks` by task_id."""
+    """Name the one text that answers nearly all of these tasks, and earns something. `tasks` are by
+    task_id."""
     same = _commonest(rollouts)
     paid = [one for one in same if one.total_reward >= PAID]
     asked = {one.task_id for one in paid}
@@ -52,7 +53,7 @@ def answers_alike(
 
 
 def _commonest(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts of the text that was said most often; none of those that said nothing."""
+    """Find the rollouts of the text that was said most often; none of those that said nothing."""
     found: dict[tuple[int, ...], list[Rollout]] = {}
     for one in rollouts:
         if said := tuple(action_ids(one.sequences)):
@@ -61,7 +62,7 @@ def _commonest(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def action_ids(sequences: Iterable[Branch]) -> list[int]:
-    """The tokens that the policy sampled, in their order."""
+    """Return the tokens that the policy sampled, in their order."""
     return [
         token
         for sequence in sequences

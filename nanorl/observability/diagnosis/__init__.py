@@ -1,1 +1,1 @@
-"""Diagnosis: why a run does not learn, told from the numbers that it has written."""
+"""Says why a run does not learn, from the numbers that it has written."""

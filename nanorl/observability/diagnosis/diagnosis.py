@@ -1,4 +1,4 @@
-"""Why a run does not learn: all checks over what it has written, the worst finding first.
+"""Says why a run does not learn: all checks over what it has written, the worst finding first.
 
 A check belongs into reward_faults.py (rewards that cannot teach) or learning_faults.py (a policy
 that does not take what they teach), and into CHECKS. The checks of a batch (alarms/alarms.py) are
@@ -21,7 +21,7 @@ from nanorl.observability.diagnosis.run_record import RunRecord
 from nanorl.types import Status
 
 LEAST_STEPS = 3
-"""Of RL, before anything is said: a step may be bad by accident, as in the alarms of a run."""
+"""So many steps of RL must be done: one may be bad by accident, as in the alarms of a run."""
 
 Check = Callable[[RunRecord], Finding | None]
 
@@ -52,7 +52,7 @@ SAID_BETTER = (
 
 
 def diagnose(record: RunRecord) -> list[Finding]:
-    """The findings, the worst first; none of a run that is well, or has hardly begun."""
+    """Return the findings, the worst first; none of a run that is well, or has hardly begun."""
     if record.num_steps < LEAST_STEPS or not record.late.rollouts:
         return []
     found = [*(check(record) for check in CHECKS), *_of_batches(record)]
@@ -62,7 +62,7 @@ def diagnose(record: RunRecord) -> list[Finding]:
 
 
 def _of_batches(record: RunRecord) -> list[Finding]:
-    """What the last rollouts show by themselves, unless nearly all are right, or more than were."""
+    """Ask about the last rollouts by themselves, unless nearly all are right, or more than were."""
     late = record.late
     if record.success.late >= GOOD_SUCCESS or record.success.rose:
         return []

@@ -1,4 +1,4 @@
-"""Whether the policy learns from its rewards: checks of what changed between the first steps and
+"""Checks whether the policy learns from its rewards, by what changed between the first steps and
 the last, on training tasks and on held-out ones.
 
 A check is a function from `RunRecord` to a `Finding`, or None where all is well. Nothing is said of
@@ -28,7 +28,7 @@ LEAST_STEPS = 6
 LONG = 30
 """Steps after which most runs that learn have shown it: those that have not are warned of."""
 GAP = 0.2
-"""Of success, between seen tasks and unseen ones: those are of one difficulty, but for luck."""
+"""So far apart is success of seen and of unseen tasks: these are of one difficulty, but for luck."""
 MANY_TIMES = 4.0
 """So often was a task seen: once is news, four times is a list that one learns by heart."""
 SAME, LEAST_COMPARED = 0.9, 10
@@ -39,10 +39,10 @@ STILL = 0.01
 EXPLODED = 10.0
 """Times the gradient norm of the first steps."""
 MANY_CLIPPED = 0.3
-"""Of the tokens, at the clip: usual are some hundredths."""
+"""So many tokens, as a share, are at the clip: usual are some hundredths."""
 HALVED = 0.5
 LEAST_BEST = 0.1
-"""Of success: half of less is noise (monitor/alerts.py)."""
+"""A best success below it cannot collapse: half of it is noise (monitor/alerts.py)."""
 FINE_ENOUGH = 0.05
 """A standard error with which a change of a tenth would have been seen: with a larger one there is
 nothing to say of a policy that stands."""
@@ -245,7 +245,7 @@ def _entropy(window: Window) -> float:
 
 
 def _best_stretch(record: RunRecord) -> tuple[float, int, int] | None:
-    """The highest mean success of as many steps as a window has, before the late one, and where it
+    """Find the highest mean success of as many steps as a window has, before the late one, and where it
     was."""
     size = len(record.late.rows)
     rows = [row for row in record.rows if row.get("success") is not None]
@@ -264,7 +264,7 @@ def _ends_well(record: RunRecord) -> bool:
 
 
 def _first_gap(record: RunRecord) -> Change | None:
-    """Success of unseen tasks and of seen ones as RL begins. Where nothing was sampled of unseen
+    """Compare success of unseen tasks and of seen ones as RL begins. Where nothing was sampled of unseen
     ones, greedy success is held against the share of groups whose rollouts were all right: of a
     policy that has seen neither, that is the lower one."""
     if record.curve:
@@ -283,14 +283,14 @@ def _is_wide(gap: Change) -> bool:
 
 
 def _between(one: Mapping[str, float], other: Mapping[str, float]) -> Change:
-    """The difference of success of two splits' figures."""
+    """Compare the success of two splits' figures."""
     errors = [(each["success_high"] - each["success_low"]) / 2 / Z95 for each in (one, other)]
     return Change(one["success"], other["success"], math.hypot(*errors))
 
 
 def _curve_rise(record: RunRecord, split: str) -> Change | None:
-    """How sampled success of a split changed over RL: of the tasks that the first evaluation and
-    the last one have in common, task by task, which is surer than two means are."""
+    """Compare sampled success of a split before RL and after it: of the tasks that the first
+    evaluation and the last one have in common, task by task, which is surer than two means are."""
     if len(record.curve) < 2:
         return None
     first, last = (row["shares"][split] for row in (record.curve[0], record.curve[-1]))
@@ -303,7 +303,7 @@ def _curve_rise(record: RunRecord, split: str) -> Change | None:
 
 
 def _rises(record: RunRecord) -> tuple[Change | None, Change | None]:
-    """How success changed on training tasks and on held-out ones."""
+    """Compare success before and after on training tasks, and on held-out ones."""
     if len(record.curve) > 1:
         return _curve_rise(record, "train"), _curve_rise(record, "heldout")
     if record.before is None or record.after is None:

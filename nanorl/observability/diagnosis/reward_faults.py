@@ -1,4 +1,4 @@
-"""What rewards a run plays for, and whether they can teach: checks of its rollouts.
+"""Checks whether the rewards that a run plays for can teach, by its rollouts.
 
 A check is a function from `RunRecord` to a `Finding`, or None where all is well. What is well: a
 policy that solves nearly everything, whatever its groups look like, and one whose success rises.
@@ -19,25 +19,25 @@ from nanorl.observability.diagnosis.run_record import RunRecord
 from nanorl.types import Rollout, Status
 
 SOLVED = 0.99
-"""Of the first rollouts: at 97 % there are tasks left, and a run goes on finding them."""
+"""So many of the first rollouts are right: at 97 % there are tasks left, and a run finds them."""
 LEAST_GROUPS = 8
 """Groups with a signal, without which nothing is said of what they look like."""
 LEAST_MEMBERS = 4
-"""Of a group that can be one-sided: of three, one is always alone."""
+"""A smaller group cannot be one-sided: of three, one is always alone."""
 MOST = 0.66
-"""Of the groups with a signal: so many have one lucky rollout where a twelfth of eight, or a sixth
-of four, succeed."""
+"""So many groups with a signal, as a share, have one lucky rollout where a twelfth of eight, or a
+sixth of four, succeed."""
 FAINT = 0.05
 """Between the best and the worst of a group, where a solved task earns 1: what a reward says of
 length or style, and not of the task."""
 NEAR_MISS = 0.5
-"""Of what a success earns: from there on a failure that is sure pays better than trying for a
+"""So much of what a success earns: from there on a failure that is sure pays better than trying for a
 success that comes half of the time."""
 LEAST_FAILURES = 16
 GROWN = 0.1
 """More rollouts are cut off, of all."""
 AS_MUCH = 0.95
-"""Of what finished rollouts earn: rewards that differ by less are no reason to finish."""
+"""So much of what finished rollouts earn: rewards that differ by less are no reason to finish."""
 
 
 def no_signal(record: RunRecord) -> Finding | None:
@@ -156,7 +156,7 @@ def faint_rewards(record: RunRecord) -> Finding | None:
 
 
 def costly_steps(record: RunRecord) -> Finding | None:
-    """What turns cost decides more than what the rollout came to."""
+    """The cost of turns decides more than what the rollout came to."""
     groups = _with_signal(record.late.groups)
     mean_cost = record.late.mean(_of_turns)
     by_turns = sum(pvariance(map(_of_turns, group)) for group in groups)
@@ -249,7 +249,7 @@ def _rewards(group: Sequence[Rollout]) -> list[float]:
 
 
 def _of_turns(rollout: Rollout) -> float:
-    """What its turns earned beside its outcome."""
+    """Return what its turns earned beside its outcome."""
     return rollout.total_reward - rollout.reward
 
 

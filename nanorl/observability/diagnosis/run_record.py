@@ -1,4 +1,4 @@
-"""`RunRecord`: what a run's folder says of its learning, finished or not.
+"""`RunRecord` holds what a run's folder says of its learning, finished or not.
 
     early, late     rollouts of the first and of the last third of the steps of RL
     rows            metrics.jsonl, a row a step
@@ -31,13 +31,13 @@ from nanorl.task import Task
 from nanorl.types import Rollout, Status
 
 NUM_PARTS = 3
-"""Of the steps: the first part and the last one are compared."""
+"""The steps are cut into so many: the first part and the last one are compared."""
 MOST_READ = 2048
 """Rollouts of a window, whole ones: some seconds; the newest steps of it, or the oldest."""
 CLEAR = 2.0
 """Standard errors of a change that is told: one run in forty shows that by accident, each way."""
 LEAST_CHANGE = 0.02
-"""Of success or reward: less is no news, however sure it is."""
+"""A smaller change of success or reward is no news, however sure it is."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyMove:
-    """How far RL has moved the policy, by the greedy rollouts before it and after it: so many of
+    """Says how far RL has moved the policy, by the greedy rollouts before it and after it: so many of
     `num` are token by token the same, and the log-probs of those differ by `nats` a token."""
 
     num: int
@@ -138,7 +138,7 @@ class RunRecord:
         return [*self.early.rollouts, *self.late.rollouts]
 
     def text(self) -> str:
-        """What was looked at, in a line."""
+        """Say in a line what was looked at."""
         if not self.late.rollouts:
             return f"{self.num_steps} steps of RL: too few to say anything"
         return (
@@ -147,7 +147,7 @@ class RunRecord:
         )
 
     def change(self, value: Callable[[Rollout], float]) -> Change:
-        """How the mean of something differs between the windows."""
+        """Compare the mean of something between the windows."""
         early, late = self.early.means(value), self.late.means(value)
         error = math.sqrt(sum(_squared_error(some) for some in (early, late)))
         return Change(_mean(early), _mean(late), error)
@@ -158,12 +158,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _squared_error(values: Sequence[float]) -> float:
-    """Of a mean; infinite where one value or none says nothing about others."""
+    """Square the error of a mean; infinite where one value or none says nothing about others."""
     return pvariance(values) / (len(values) - 1) if len(values) > 1 else math.inf
 
 
 def windows(num_steps: int) -> tuple[range, range]:
-    """The places of the first and of the last part of so many steps; of one step, the same one."""
+    """Return the places of the first and of the last part of so many steps; of one step, the same one."""
     size = max(1, num_steps // NUM_PARTS)
     return range(min(size, num_steps)), range(max(0, num_steps - size), num_steps)
 
@@ -175,7 +175,7 @@ def read_record(
     store: RolloutStore,
     tokenizer: ChatTokenizer,
 ) -> RunRecord:
-    """The record of the run in a folder. `rows` are its metrics, `store` has its rollouts of RL."""
+    """Read the record of the run in a folder. `rows` are its metrics, `store` has its rollouts of RL."""
     entries = store.entries()
     num_of_step = Counter(one.step for one in entries)
     first, last = windows(len(rows))
@@ -248,7 +248,7 @@ def _greedy_move(file: Path) -> GreedyMove | None:
 
 
 def _curve(file: Path, config: RunConfig) -> list[dict[str, Any]]:
-    """The evaluations while RL went on, from their rollouts: a run that goes on has no summary."""
+    """Read the evaluations while RL went on, from their rollouts: a run that goes on has no summary."""
     if not file.is_file():
         return []
     k = config.evaluation.k

@@ -144,7 +144,7 @@ def outcome_section(summary: Mapping[str, Any]) -> str:
 
 
 def _findings(findings: Sequence[Mapping[str, str]]) -> str:
-    """What the run's own numbers say of why it does not learn, as `nanorl doctor RUN` tells it."""
+    """Tell from the run's own numbers why it does not learn, as `nanorl doctor RUN` does."""
     if not findings:
         return ""
     items = "".join(
