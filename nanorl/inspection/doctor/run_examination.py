@@ -16,8 +16,8 @@ from nanorl.run.saved_models import read_run, read_tokenizer
 
 
 def examine_run(folder: Path) -> tuple[RunRecord, list[Finding]]:
-    """Return the record of a run, and its findings, the worst first. ValueError if the folder is no run's,
-    or has no rollouts of RL yet."""
+    """Return the record of a run, and its findings, the worst first. ValueError if the folder is no
+    run's, or has no rollouts of RL yet."""
     config = read_run(folder)
     for name in (EVALUATIONS_FILE, RL_EVALUATIONS_FILE):
         if (folder / name).is_file():

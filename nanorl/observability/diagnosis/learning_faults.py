@@ -28,7 +28,7 @@ LEAST_STEPS = 6
 LONG = 30
 """Steps after which most runs that learn have shown it: those that have not are warned of."""
 GAP = 0.2
-"""So far apart is success of seen and of unseen tasks: these are of one difficulty, but for luck."""
+"""So far apart is success of seen and of unseen tasks, which are of one difficulty, luck aside."""
 MANY_TIMES = 4.0
 """So often was a task seen: once is news, four times is a list that one learns by heart."""
 SAME, LEAST_COMPARED = 0.9, 10
@@ -245,8 +245,8 @@ def _entropy(window: Window) -> float:
 
 
 def _best_stretch(record: RunRecord) -> tuple[float, int, int] | None:
-    """Find the highest mean success of as many steps as a window has, before the late one, and where it
-    was."""
+    """Find the highest mean success of as many steps as a window has, before the late one, and
+    where it was."""
     size = len(record.late.rows)
     rows = [row for row in record.rows if row.get("success") is not None]
     stretches = [rows[end - size : end] for end in range(size, len(rows) - size + 1)]
@@ -264,9 +264,9 @@ def _ends_well(record: RunRecord) -> bool:
 
 
 def _first_gap(record: RunRecord) -> Change | None:
-    """Compare success of unseen tasks and of seen ones as RL begins. Where nothing was sampled of unseen
-    ones, greedy success is held against the share of groups whose rollouts were all right: of a
-    policy that has seen neither, that is the lower one."""
+    """Compare success of unseen tasks and of seen ones as RL begins. Where nothing was sampled of
+    unseen ones, greedy success is held against the share of groups whose rollouts were all right:
+    of a policy that has seen neither, that is the lower one."""
     if record.curve:
         row = record.curve[0]
         return _between(row["heldout"], row["train"])

@@ -31,8 +31,8 @@ FAINT = 0.05
 """Between the best and the worst of a group, where a solved task earns 1: what a reward says of
 length or style, and not of the task."""
 NEAR_MISS = 0.5
-"""So much of what a success earns: from there on a failure that is sure pays better than trying for a
-success that comes half of the time."""
+"""So much of what a success earns: from there on a failure that is sure pays better than trying
+for a success that comes half of the time."""
 LEAST_FAILURES = 16
 GROWN = 0.1
 """More rollouts are cut off, of all."""

@@ -62,8 +62,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyMove:
-    """Says how far RL has moved the policy, by the greedy rollouts before it and after it: so many of
-    `num` are token by token the same, and the log-probs of those differ by `nats` a token."""
+    """Says how far RL has moved the policy, by the greedy rollouts before it and after it:
+    `num_same` of `num` are token by token the same, and the log-probs of those differ by `nats` a
+    token."""
 
     num: int
     num_same: int
@@ -163,7 +164,8 @@ def _squared_error(values: Sequence[float]) -> float:
 
 
 def windows(num_steps: int) -> tuple[range, range]:
-    """Return the places of the first and of the last part of so many steps; of one step, the same one."""
+    """Return the places of the first and of the last part of so many steps; of one step, the same
+    one."""
     size = max(1, num_steps // NUM_PARTS)
     return range(min(size, num_steps)), range(max(0, num_steps - size), num_steps)
 
@@ -175,7 +177,8 @@ def read_record(
     store: RolloutStore,
     tokenizer: ChatTokenizer,
 ) -> RunRecord:
-    """Read the record of the run in a folder. `rows` are its metrics, `store` has its rollouts of RL."""
+    """Read the record of the run in a folder. `rows` are its metrics, `store` has its rollouts of
+    RL."""
     entries = store.entries()
     num_of_step = Counter(one.step for one in entries)
     first, last = windows(len(rows))
@@ -248,7 +251,8 @@ def _greedy_move(file: Path) -> GreedyMove | None:
 
 
 def _curve(file: Path, config: RunConfig) -> list[dict[str, Any]]:
-    """Read the evaluations while RL went on, from their rollouts: a run that goes on has no summary."""
+    """Read the evaluations while RL went on, from their rollouts: a run that goes on has no
+    summary."""
     if not file.is_file():
         return []
     k = config.evaluation.k
