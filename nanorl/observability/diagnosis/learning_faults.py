@@ -126,7 +126,7 @@ def collapsed(record: RunRecord) -> Finding | None:
     """Success was there and is gone, while the reward is not higher."""
     best = _best_stretch(record)
     late = record.success.late
-    if best is None or not record.late.rollouts or record.reward.rose:
+    if best is None or late >= GOOD_SUCCESS or record.reward.rose:
         return None
     is_halved = best[0] >= LEAST_BEST and late < HALVED * best[0]
     if not is_halved and not record.success.fell:

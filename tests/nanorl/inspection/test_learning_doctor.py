@@ -491,6 +491,17 @@ def test_what_stands_is_told_alone_and_is_a_warning_after_many_steps() -> None:
     assert names(stood(greedy=GreedyMove(**MOVE))) == {"small_rate"}
 
 
+def test_changes_are_told_from_the_sixth_step_on_and_warned_of_from_the_thirtieth() -> None:
+    one = stood()
+    assert names(replace(one, rows=one.rows[:5])) == set()
+    assert names(replace(one, rows=one.rows[:6])) == {"stands"}
+    for num, severity in ((29, Severity.NOTE), (30, Severity.WARNING)):
+        (told,) = diagnose(replace(one, rows=[{**one.rows[0], "step": n} for n in range(num)]))
+        assert told.severity is severity
+    fallen, shorter = SIDES["collapsed"][0](), replace(SIDES["collapsed"][0](), rows=[{}] * 5)
+    assert "collapsed" in names(fallen) and "collapsed" not in names(shorter)
+
+
 def test_too_noisy_a_run_is_not_said_to_stand() -> None:
     wide = groups_of([*ONES[:8], *HALF[:8]])  # group means 1 and .5: the error is .09
     assert "stands" not in names(record(window(0, wide), window(8, wide)))
