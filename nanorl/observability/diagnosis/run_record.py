@@ -32,8 +32,8 @@ from nanorl.types import Rollout, Status
 
 NUM_PARTS = 3
 """The steps are cut into so many: the first part and the last one are compared."""
-MOST_READ = 2048
-"""Rollouts of a window, whole ones: some seconds; the newest steps of it, or the oldest."""
+MOST_READ = 1024
+"""Rollouts of a window, whole ones: a third of a second; its newest steps, or its oldest."""
 CLEAR = 2.0
 """Standard errors of a change that is told: one run in forty shows that by accident, each way."""
 LEAST_CHANGE = 0.02

@@ -502,6 +502,30 @@ def test_changes_are_told_from_the_sixth_step_on_and_warned_of_from_the_thirtiet
     assert "collapsed" in names(fallen) and "collapsed" not in names(shorter)
 
 
+@pytest.mark.parametrize(
+    ("num", "num_same", "is_told"), [(40, 36, True), (40, 35, False), (10, 10, True), (9, 9, False)]
+)
+def test_a_rate_is_too_small_where_nine_greedy_answers_in_ten_are_the_same(
+    num: int, num_same: int, is_told: bool
+) -> None:
+    one = stood(greedy=GreedyMove(num=num, num_same=num_same, nats=0.0))
+    assert ("small_rate" in names(one)) is is_told
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best", "is_told"),
+    [(ONE_UP, 0.51, True), (ONE_UP, 0.49, False), (NONE_UP, 0.11, True), (NONE_UP, 0.09, False)],
+)
+def test_success_that_came_and_went_has_collapsed(
+    rewards: Sequence[Sequence[float]], best: float, is_told: bool
+) -> None:
+    """It begins and ends with a quarter, or with nothing, and was at its best in between."""
+    one = record(window(0, groups_of(rewards)), window(8, groups_of(rewards)))
+    between = [{**row, "success": best} for row in one.rows[4:8]]
+    one = replace(one, rows=[*one.rows[:4], *between, *one.rows[8:]])
+    assert ("collapsed" in names(one)) is is_told
+
+
 def test_too_noisy_a_run_is_not_said_to_stand() -> None:
     wide = groups_of([*ONES[:8], *HALF[:8]])  # group means 1 and .5: the error is .09
     assert "stands" not in names(record(window(0, wide), window(8, wide)))
