@@ -24,7 +24,10 @@ from nanorl.observability.alarms.finding import Severity, findings_text
 
 
 def doctor(
-    run: Annotated[Path | None, tyro.conf.Positional] = None, /, *, json: bool = False
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None,
+    /,
+    *,
+    json: bool = False,
 ) -> int:
     """Say what this machine has and what to mend; of a run, why it does not learn.
 

@@ -99,9 +99,10 @@ class Window:
 
     @cached_property
     def trained_share(self) -> float:
-        """The share of rollouts that the update was made of: those of groups with a signal."""
-        played = sum(self.numbers("num_rollouts"))
-        return sum(self.numbers("num_trained_rollouts")) / played if played else 0.0
+        """The share of rollouts that the update was made of: those of groups with a signal. All of
+        them where it was not counted, as in runs of earlier versions."""
+        trained, played = self.numbers("num_trained_rollouts"), sum(self.numbers("num_rollouts"))
+        return sum(trained) / played if trained and played else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

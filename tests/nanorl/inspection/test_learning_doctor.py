@@ -526,6 +526,36 @@ def test_success_that_came_and_went_has_collapsed(
     assert ("collapsed" in names(one)) is is_told
 
 
+def test_luck_rules_where_two_of_three_groups_have_one_winner() -> None:
+    for num_lucky, is_told in ((6, True), (5, False)):
+        groups = groups_of(ONE_UP[:num_lucky] + TWO_UP[num_lucky:] + NONE_UP)
+        one = record(window(0, groups), window(8, groups))
+        assert ("one_sided" in names(one)) is is_told
+
+
+def test_seven_groups_are_too_few_to_say_what_groups_look_like() -> None:
+    for num, is_told in ((8, True), (7, False)):
+        groups = groups_of([[0.1, 0.101, 0.1, 0.101]] * num)
+        one = record(window(0, groups), window(8, groups))
+        assert ("faint_rewards" in names(one)) is is_told
+
+
+def test_a_rate_is_blamed_only_where_a_quarter_was_trained_on() -> None:
+    groups = groups_of([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]] * 16)
+    for share, is_told in ((0.26, True), (0.24, False)):
+        early, late = (window(first, groups, trained=share) for first in (0, 8))
+        one = record(early, late, greedy=GreedyMove(**MOVE))
+        assert ("small_rate" in names(one)) is is_told
+        assert ("all_or_nothing" in names(one)) is not is_told
+
+
+def test_a_gap_must_be_wider_than_luck() -> None:
+    for error, is_told in ((0.08, True), (0.1, False)):  # of both, and twice its root of two
+        [row] = curve((0.3, 0.55))
+        row |= {"heldout": measured(0.3, error), "train": measured(0.55, error)}
+        assert ("memorised_warm_start" in names(stood(curve=[row]))) is is_told
+
+
 def test_too_noisy_a_run_is_not_said_to_stand() -> None:
     wide = groups_of([*ONES[:8], *HALF[:8]])  # group means 1 and .5: the error is .09
     assert "stands" not in names(record(window(0, wide), window(8, wide)))
