@@ -133,7 +133,7 @@ class ByHeart(nanorl.Env):
 
     num_train = 24
 
-    def tasks(self) -> list[nanorl.Task]:
+    def tasks(self) -> list[nanorl.Task]:  # type: ignore[override]
         rng = random.Random(7)
         return [
             nanorl.Task(

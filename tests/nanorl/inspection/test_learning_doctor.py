@@ -399,7 +399,7 @@ def sure(logp: float) -> RunRecord:
 ONE_UP, TWO_UP = [[0.0] * 3 + [1.0]] * 8, [[0.0, 0.0, 1.0, 1.0]] * 8
 NONE_UP = [[0.0] * 4] * 16
 SAMPLED = {"curve": curve((0.1, 0.1), (0.4, 0.4)), "before": greedy(16)}
-MOVE = {"num": 40, "num_same": 37, "nats": 0.005}
+MOVE = GreedyMove(num=40, num_same=37, nats=0.005)
 
 SIDES: dict[str, tuple[Callable[[], RunRecord], Callable[[], RunRecord]]] = {
     "too_hard": (
@@ -438,8 +438,8 @@ SIDES: dict[str, tuple[Callable[[], RunRecord], Callable[[], RunRecord]]] = {
         lambda: stood(curve=curve((0.3, 0.3), (0.3, 0.51)), times_seen=3.9),
     ),
     "small_rate": (
-        lambda: stood(greedy=GreedyMove(**MOVE)),
-        lambda: stood(greedy=GreedyMove(**MOVE | {"nats": 0.011})),
+        lambda: stood(greedy=MOVE),
+        lambda: stood(greedy=replace(MOVE, nats=0.011)),
     ),
     "wild_steps": (lambda: norms(1.0, 10.1), lambda: norms(1.0, 9.9)),
     "collapsed": (
@@ -488,7 +488,7 @@ def test_what_stands_is_told_alone_and_is_a_warning_after_many_steps() -> None:
     groups = groups_of([[0.0, 1.0, 0.0, 1.0]] * 32)
     (long,) = diagnose(record(window(0, groups, num_steps=10), window(20, groups, num_steps=10)))
     assert long.severity is Severity.WARNING
-    assert names(stood(greedy=GreedyMove(**MOVE))) == {"small_rate"}
+    assert names(stood(greedy=MOVE)) == {"small_rate"}
 
 
 def test_changes_are_told_from_the_sixth_step_on_and_warned_of_from_the_thirtieth() -> None:
@@ -544,7 +544,7 @@ def test_a_rate_is_blamed_only_where_a_quarter_was_trained_on() -> None:
     groups = groups_of([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]] * 16)
     for share, is_told in ((0.26, True), (0.24, False)):
         early, late = (window(first, groups, trained=share) for first in (0, 8))
-        one = record(early, late, greedy=GreedyMove(**MOVE))
+        one = record(early, late, greedy=MOVE)
         assert ("small_rate" in names(one)) is is_told
         assert ("all_or_nothing" in names(one)) is not is_told
 
@@ -594,7 +594,7 @@ def test_a_success_that_rises_excuses_the_reward() -> None:
 
 
 def test_the_worst_comes_first_and_notes_last() -> None:
-    found = diagnose(stood(**SAMPLED, after=greedy(17), greedy=GreedyMove(**MOVE)))
+    found = diagnose(stood(**SAMPLED, after=greedy(17), greedy=MOVE))
     assert [one.name for one in found] == ["small_rate", "sharpened"]
 
 
