@@ -281,7 +281,8 @@ def test_a_change_is_held_against_the_error_of_its_groups() -> None:
     assert one.success == Change(0.5, 1.0, 0.5) and not one.success.rose
     assert Change(0.1, 0.3, 0.099).rose and not Change(0.1, 0.3, 0.101).rose
     assert Change(0.3, 0.1, 0.099).fell and not Change(0.3, 0.1, 0.101).fell
-    assert not Change(0.5, 0.51, 0.0).rose and not Change(float("nan"), 0.5, 0.1).rose
+    assert Change(0.5, 0.53, 0.0).rose and not Change(0.5, 0.51, 0.0).rose
+    assert not Change(float("nan"), 0.5, 0.1).rose
 
 
 # Each finding at its threshold: (a record on this side, one on the other)
@@ -556,6 +557,27 @@ def test_a_gap_must_be_wider_than_luck() -> None:
         assert ("memorised_warm_start" in names(stood(curve=[row]))) is is_told
 
 
+def test_a_tenth_more_must_be_cut_off_before_it_is_called_rambling() -> None:
+    def groups(num_cut: int) -> list[list[Rollout]]:
+        cut_off = {"status": Status.TRUNCATED_TURN}
+        return [
+            [rollout(n, 0.6, **cut_off) if m < num_cut else rollout(n, 0.5) for m in range(20)]
+            for n in range(8)
+        ]
+
+    for num_cut, is_told in ((5, True), (3, False)):  # of twenty, where two were
+        one = record(window(0, groups(2)), window(8, groups(num_cut)))
+        assert ("paid_cut_offs" in names(one)) is is_told
+
+
+def test_fifteen_failures_are_too_few_to_say_what_failures_earn() -> None:
+    paid = [[0.8, 0.8, 1.0, 1.0]] * 7
+    early = window(0, groups_of([*paid, [0.0, 0.8, 1.0, 1.0]]))
+    for last, is_told in (([0.8, 0.8, 1.0, 1.0], True), ([0.8, 1.0, 1.0, 1.0], False)):
+        one = record(early, window(8, groups_of([*paid, last])))
+        assert ("near_misses" in names(one)) is is_told
+
+
 def test_too_noisy_a_run_is_not_said_to_stand() -> None:
     wide = groups_of([*ONES[:8], *HALF[:8]])  # group means 1 and .5: the error is .09
     assert "stands" not in names(record(window(0, wide), window(8, wide)))
@@ -627,6 +649,12 @@ def test_a_text_that_is_right_for_some_tasks_is_no_gap() -> None:
     assert answers_alike(played, tasks, TOKENIZER) is None
     paid = [replace(one, reward=1.0) for one in played]
     assert answers_alike(paid, tasks, TOKENIZER) is not None
+
+
+def test_a_text_that_is_paid_less_than_half_of_the_time_is_no_gap() -> None:
+    for num_paid, is_told in ((10, True), (9, False)):
+        played = [rollout(n, float(n < num_paid), "a hat") for n in range(20)]
+        assert (answers_alike(played, {}, TOKENIZER) is not None) is is_told
 
 
 # -- alarms while a run goes on --------------------------------------------------------------------
