@@ -59,6 +59,7 @@ PACKAGES = [
     "nanorl.inspection.viewer",
     "nanorl.observability",
     "nanorl.observability.alarms",
+    "nanorl.observability.diagnosis",
     "nanorl.observability.monitor",
     "nanorl.observability.report",
     "nanorl.observability.store",

@@ -31,7 +31,7 @@ flow/           which rollouts may start, and which groups make a batch
 options/        every option, and what it makes: presets, parts, sizes, the environment of a run
 scorers/        models beside the policy: references, a critic
 serving/        environments and training for clients elsewhere
-observability/  store/, report/, trackers/, monitor/, alarms/, trajectories/
+observability/  store/, report/, trackers/, monitor/, alarms/, diagnosis/, trajectories/
 distributed/    roles/ (who computes what, here or in processes), weights/ (how they get there)
 run/            the phases of a run, the RL loop (trainer.py), checkpoints, the papers of a run
 inspection/     doctor/, viewer/, replay/, simulate/, exports

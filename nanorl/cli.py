@@ -39,7 +39,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "train": Verb("nanorl.commands.train:main", "train an agent; --env maze.py for your own"),
         "algorithms": Verb("nanorl.commands.algorithms:algorithms", "the recipes by their names"),
         "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
-        "doctor": Verb("nanorl.commands.doctor:doctor", "what this machine can do, what to mend"),
+        "doctor": Verb("nanorl.commands.doctor:doctor", "what ails this machine, or a run"),
         "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),

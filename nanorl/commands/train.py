@@ -124,9 +124,11 @@ def report(config: RunConfig, summary: dict[str, Any]) -> None:
         f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap "
         f"{gap_text(summary)}\n"
         f"look: {config.run_dir}/report.html   metrics: metrics.jsonl   rollouts: rollouts.sqlite\n"
-        f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained\n"
-        f"{next_steps(config)}"
+        f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained"
     )
+    for one in summary.get("findings", ()):
+        print(f"{one['severity']}: {one['seen']}: {one['why']}\n  -> {one['remedy']}")
+    print(next_steps(config))
 
 
 def main(arguments: list[str] | None = None) -> int:

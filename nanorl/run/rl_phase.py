@@ -22,7 +22,7 @@ from typing import Any
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.flow.curriculum import TaskChooser
-from nanorl.observability.alarms.alarms import NO_SIGNAL
+from nanorl.observability.alarms.alarms import GOOD_SUCCESS, NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
 from nanorl.observability.results import StepResult
 from nanorl.options.run_curriculum import run_curriculum
@@ -148,7 +148,10 @@ class RLPhase:
         if metrics.get("logp_gap_tokens"):
             self._count_gap(metrics)
         cursor.add("num_failed_rollouts", len(step.failed))
-        cursor.add("num_steps_without_signal", not metrics["num_trained_rollouts"])
+        is_solved = metrics.get("success", 0.0) >= GOOD_SUCCESS
+        cursor.add(
+            "num_steps_without_signal", not metrics["num_trained_rollouts"] and not is_solved
+        )
 
     def _count_gap(self, metrics: dict[str, Any]) -> None:
         cursor, measured = self._state.cursor, metrics["logp_gap_tokens"]

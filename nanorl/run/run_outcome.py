@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nanorl.observability.diagnosis.diagnosis import diagnose
+from nanorl.observability.diagnosis.run_record import read_record
 from nanorl.observability.report.examples import collect_examples, rates_by_stage
 from nanorl.observability.report.html import write_report
 from nanorl.observability.report.metrics import read_metrics
@@ -34,7 +36,11 @@ def write_outcome(run: RunState) -> dict[str, Any]:
         stored = store.steps()
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
+        rows = read_metrics(run.dir / METRICS)
+        findings = diagnose(read_record(run.dir, run.config, rows, store, run.parts.tokenizer))
     summary = summarise(run)
+    if findings:
+        summary["findings"] = [one.to_json() for one in findings]
     if missing := missing_records(run.dir, run.cursor, stored, first=run.history.first_step):
         summary["missing"] = missing
     write_summary(run.dir / "summary.json", summary)
@@ -43,7 +49,7 @@ def write_outcome(run: RunState) -> dict[str, Any]:
         run.dir / "report.html",
         config=run.config.to_json(),
         summary=summary,
-        metrics_rows=read_metrics(run.dir / METRICS),
+        metrics_rows=rows,
         examples=examples,
         training_rates=rates,
         decode=run.parts.tokenizer.decode,

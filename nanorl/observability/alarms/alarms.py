@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
+from nanorl.observability.alarms.alike import action_ids, answers_alike
 from nanorl.observability.alarms.finding import Finding, Severity, in_order, quoted
 from nanorl.observability.alarms.silence import silence_pays
 from nanorl.observability.report.observer import RunObserver
 from nanorl.options.run_config import RunConfig
-from nanorl.types import Branch, Rollout, Status
+from nanorl.task import Task
+from nanorl.types import Rollout, Status
 
 if TYPE_CHECKING:
     from nanorl.observability.results import StepResult
@@ -35,7 +38,12 @@ ROOMY = 64  # tokens in which a chat model answers a short question and ends its
 LARGE_GAP = 0.05
 """Nats, the mean over tokens: bf16 alone gives some thousandths (docs/log.md)."""
 LOW_ENTROPY, LOW_ENTROPY_SHARE = 0.01, 0.05  # nats a token, and of the first step's
-GOOD_SUCCESS = 0.9  # then a policy may well be sure of itself
+GOOD_SUCCESS = 0.9
+"""Then a policy may well be sure of itself, and most groups have equal rewards because it is right:
+neither is a fault."""
+OF_EQUAL_ROLLOUTS = ("no_signal", "identical_rollouts")
+OF_ENDS = ("no_end_of_turn", "other_stop_token")
+"""They are wrong from the first rollout on: a policy that could end its turns has collapsed."""
 NUM_IN_A_ROW = 3
 """So many steps in a row must show the same before a run says it: one may be an accident."""
 AT_ONCE = ("changed_nothing", "silence_pays")
@@ -63,6 +71,12 @@ class Evidence:
     @property
     def rollouts(self) -> list[Rollout]:
         return [rollout for group in self.groups for rollout in group]
+
+    @property
+    def is_solved(self) -> bool:
+        """Nearly all of it."""
+        rollouts = self.rollouts
+        return sum(one.is_success for one in rollouts) >= GOOD_SUCCESS * len(rollouts) > 0.0
 
     @property
     def is_warm_start_ahead(self) -> bool:
@@ -139,7 +153,7 @@ def no_end_of_turn(evidence: Evidence) -> Finding | None:
     foreign = Counter(
         token
         for rollout in cut
-        for token in set(_action_ids(rollout.sequences)) & tokenizer.special_ids
+        for token in set(action_ids(rollout.sequences)) & tokenizer.special_ids
         if token not in tokenizer.eos_ids
     )
     token, times = foreign.most_common(1)[0] if foreign else (-1, 0)
@@ -153,7 +167,7 @@ def no_end_of_turn(evidence: Evidence) -> Finding | None:
             why="the model means to stop there and is not heard, so it never answers",
             remedy=f"add {token} to eos_token_id in the model folder's generation_config.json",
         )
-    ids = {token for one in evidence.rollouts for token in _action_ids(one.sequences)}
+    ids = {token for one in evidence.rollouts for token in action_ids(one.sequences)}
     if ids & tokenizer.eos_ids:
         return None
     return Finding(
@@ -233,10 +247,9 @@ def no_signal(evidence: Evidence) -> Finding | None:
     seen = f"{num_signal} of {len(rewards)} groups have unequal rewards"
     if len(values) == 1:
         seen = f"all {sum(map(len, rewards))} rewards are {values.pop():g}"
-    is_solved = all(one.is_success for one in evidence.rollouts)
     remedy = (
         "give harder tasks"
-        if is_solved
+        if evidence.is_solved
         else "give easier tasks or partial rewards (self.reward(...), a Score), raise "
         "--rl.group-size or --rl.temperature, or teach the format first (Env.teacher, "
         "--warm-start.steps)"
@@ -247,7 +260,7 @@ def no_signal(evidence: Evidence) -> Finding | None:
         seen=seen,
         why="only a group whose rewards differ says what is better, so steps will change little "
         "or nothing",
-        remedy=remedy if is_solved else evidence.after_warm_start(remedy),
+        remedy=remedy if evidence.is_solved else evidence.after_warm_start(remedy),
     )
 
 
@@ -383,11 +396,11 @@ def identical_rollouts(evidence: Evidence) -> Finding | None:
     """Members of a group that are all the same."""
     groups = [group for group in evidence.groups if len(group) > 1]
     alike = sum(
-        len({tuple(_action_ids(one.sequences)) for one in group}) == 1
+        len({tuple(action_ids(one.sequences)) for one in group}) == 1
         and any(one.num_action_tokens for one in group)
         for group in groups
     )
-    if not groups or alike < MANY * len(groups):
+    if not groups or alike < MANY * len(groups) or evidence.is_solved:
         return None
     return Finding(
         name="identical_rollouts",
@@ -422,7 +435,7 @@ def rollout_findings(evidence: Evidence) -> list[Finding]:
     """The findings of all checks of rollouts. Where no turn ever ends, that is all there is to say
     of turns that were cut off and calls that nobody made."""
     found = in_order(check(evidence) for check in CHECKS)
-    if not {one.name for one in found} & {"no_end_of_turn", "other_stop_token"}:
+    if not {one.name for one in found} & set(OF_ENDS):
         return found
     return [one for one in found if one.name not in ("cut_turns", "unread_calls")]
 
@@ -450,9 +463,11 @@ class RunAlarms(RunObserver):
         self._in_a_row: dict[str, int] = {}
         self._said: dict[str, list[int]] = {}  # the steps
         self._first_entropy: float | None = None
+        self._could_end = False
 
     async def on_step_kept(self, step: StepResult) -> None:
-        for alarm in self.observe(step.step, step.metrics, step.groups, step.failed):
+        found = self.observe(step.step, step.metrics, step.groups, step.failed, step.tasks)
+        for alarm in found:
             self._say(alarm)
 
     def observe(
@@ -461,8 +476,10 @@ class RunAlarms(RunObserver):
         metrics: Mapping[str, Any],
         groups: Sequence[Sequence[Rollout]],
         failed: Sequence[Rollout],
+        tasks: Mapping[str, Task] = MappingProxyType({}),
     ) -> list[str]:
-        """Return what is to be said after a step: often nothing."""
+        """Return what is to be said after a step: often nothing. `tasks` are those of the groups,
+        by task_id."""
         evidence = Evidence(
             config=self._config,
             groups=groups,
@@ -473,8 +490,15 @@ class RunAlarms(RunObserver):
         found = [
             *(one for one in rollout_findings(evidence) if one.severity < Severity.NOTE),
             *self._of_numbers(metrics, evidence),
+            *in_order([answers_alike(evidence.rollouts, tasks, self._tokenizer)]),
         ]
-        if not metrics["num_trained_rollouts"]:
+        self._could_end |= any(one.status is Status.FINISHED for one in evidence.rollouts)
+        if self._could_end:
+            found = [one for one in found if one.name not in OF_ENDS]
+        is_solved = metrics.get("success", 0.0) >= GOOD_SUCCESS
+        if is_solved or metrics["num_trained_rollouts"] >= FEW_GROUPS * len(evidence.rollouts):
+            found = [one for one in found if one.name not in OF_EQUAL_ROLLOUTS]
+        elif not metrics["num_trained_rollouts"]:
             found = [_changed_nothing(), *(one for one in found if one.name != "no_signal")]
         names = {one.name for one in found}
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in names}
@@ -586,15 +610,6 @@ def _cut(
 
 def _is_cut_off(rollout: Rollout) -> bool:
     return rollout.status is Status.TRUNCATED_CONTEXT
-
-
-def _action_ids(sequences: Iterable[Branch]) -> list[int]:
-    return [
-        token
-        for sequence in sequences
-        for token, is_action in zip(sequence.tokens, sequence.loss_mask, strict=True)
-        if is_action
-    ]
 
 
 def _observed(evidence: Evidence, rollout: Rollout) -> str:

@@ -65,10 +65,10 @@ def verdict(findings: Sequence[Finding]) -> str:
     return f"fine, but mind {_count(warnings, 'warning')}" if warnings else "fine"
 
 
-def findings_text(findings: Sequence[Finding]) -> str:
+def findings_text(findings: Sequence[Finding], most: int = MOST_SHOWN) -> str:
     """The worst ones, and how many are left out."""
     num_errors = sum(one.severity is Severity.ERROR for one in findings)
-    shown = findings[: max(num_errors, MOST_SHOWN)]
+    shown = findings[: max(num_errors, most)]
     lines = [one.text() for one in shown]
     if left := len(findings) - len(shown):
         lines.append(f"         and {left} more: --as-json has them all")

@@ -52,6 +52,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "wrong": "Still wrong",
         "environments": "Environments",
         "types": "Task types",
+        "findings": "What hinders it",
         "progress": "While it learnt",
         "curves": "Curves",
         "history": "History",
@@ -87,6 +88,7 @@ def write_report(
         rollouts.wrong_section(examples, summary.get("per_type") or {}),
         environments_section(summary.get("per_environment") or {}, metrics_rows),
         types_section(summary.get("per_type") or {}),
+        _findings(summary.get("findings") or ()),
         progress_section(summary.get("evaluations") or (), summary.get("best_step")),
         curves_section(metrics_rows),
         _history(summary.get("history") or ()),
@@ -147,6 +149,17 @@ def outcome_section(summary: Mapping[str, Any]) -> str:
         f'<div class="card">{success_bars(success_rates(summary))}</div>{_tiles(summary)}'
         f"{_missing(summary.get('missing') or ())}</section>"
     )
+
+
+def _findings(findings: Sequence[Mapping[str, str]]) -> str:
+    """Tell from the run's own numbers why it does not learn, as `nanorl doctor RUN` does."""
+    if not findings:
+        return ""
+    items = "".join(
+        f"<li>{text(one['seen'])}: {text(one['why'])}. <b>Mend it:</b> {text(one['remedy'])}.</li>"
+        for one in findings
+    )
+    return f'<section id="findings"><h2>What hinders it</h2><ul>{items}</ul></section>'
 
 
 def _missing(records: Sequence[str]) -> str:

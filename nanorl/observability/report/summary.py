@@ -82,6 +82,7 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "missing": (list,),  # of the records, a sentence for each kind: nanorl/run/missing_records.py
     "evaluations": (list,),  # while RL went on, by the steps done: sampled success of both splits
     "best_step": (int,),  # steps of RL done at the best of them, of which RUN:best is the model
+    "findings": (list,),  # why it did not learn: nanorl/observability/diagnosis
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""

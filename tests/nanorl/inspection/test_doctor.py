@@ -331,7 +331,7 @@ def test_an_alarm_waits_for_three_steps_and_is_said_three_times_at_most() -> Non
 
 
 def test_a_step_without_effect_is_told_at_once_and_only_under_one_name() -> None:
-    said = said_in(4, lambda n: rollout(1.0, str(n)), num_trained_rollouts=0.0, success=1.0)
+    said = said_in(4, lambda n: rollout(0.5, str(n)), num_trained_rollouts=0.0)
     assert list(said) == [0] and len(said[0]) == 1
     assert "step 0: it changed nothing: the rollouts of each group got equal rewards" in said[0][0]
 
