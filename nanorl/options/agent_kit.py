@@ -18,6 +18,7 @@ from nanorl.agents.times import RolloutTimes, TimesKept
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.env_kind import EnvKind
+from nanorl.envs.judged import judges_of
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.base import WorkspaceSandbox
@@ -96,11 +97,10 @@ class AgentKit(Kit):
             self._proxy = open_proxy(config, is_given=is_given)
         num_workers = 0 if is_given else num_env_workers(config)
         if num_workers:
-            from nanorl.options.hosted_kind import (
-                HostedKind,  # nanosched's processes: not always needed
-            )
+            # Here: nanosched's processes are not always needed.
+            from nanorl.options.hosted_kind import host_kind
 
-            self.kind = HostedKind(self.kind, config, folder, num_workers, self._http)
+            self.kind = host_kind(self.kind, config, folder, num_workers, self._http)
         tokenizer = run_tokenizer(config, folder)
         self.sandbox: WorkspaceSandbox | None = None
         if self.kind.needs_sandbox:
@@ -145,6 +145,15 @@ class AgentKit(Kit):
         """Count what the recording proxy has done since the last call."""
         counts = {} if self._proxy is None else self._proxy.take_counts()
         return {f"http/{name}": float(count) for name, count in counts.items()}
+
+    def take_judge_costs(self) -> dict[str, float]:
+        """The costs of the LLM judges of this process since the last call, where there are any."""
+        judges = judges_of(self.kind)
+        if not judges:
+            return {}
+        from nanorl.envs.rewards.judge_costs import total_costs  # here: few runs need it
+
+        return total_costs(judge.costs for judge in judges)
 
     def take_times(self) -> Mapping[str, list[RolloutTimes]]:
         """When what happened in the rollouts that have ended since the last call."""
