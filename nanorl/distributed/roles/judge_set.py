@@ -2,7 +2,7 @@
 
 A judge has no state. One that died is started again alone and named to the collector again, whose
 questions waited (judge_routers.py); a collector that died is told of all judges anew.
-Left out: a judge that is split over several GPUs, for which a server has `--tp`.
+Left out: a judge that is split over several GPUs; one that is served elsewhere has an address.
 """
 
 from __future__ import annotations
