@@ -8,6 +8,7 @@ checksum. `calm` is a run of one process; every other run has to end like it, bi
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from nanorl.distributed.roles.replica_clients import ReplicaLost
 from nanorl.envs.hosting.environment import HostedEnvironment
 from nanorl.envs.judged import JudgedEpisode, JudgedKind
 from nanorl.envs.rewards import judge as judge_module
-from nanorl.envs.rewards.judge import JudgeReward, _mark
+from nanorl.envs.rewards.judge import JudgeReward
 from nanorl.envs.rewards.rule import RuleReward
 from nanorl.envs.rewards.weighted import WeightedReward
 from nanorl.observability.store import RolloutStore
@@ -187,9 +188,8 @@ def test_the_judge_in_one_process_says_what_its_model_says_alone(calm: Path, fol
         expected = 0.0
         if said[-1] in tokenizer.eos_ids and (answer := tokenizer.decode(said[:-1])).strip():
             task = tasks[rollout.task_id]
-            prompt = TEMPLATE.format(
-                mark=_mark(task.task_id, answer), prompt=task.prompt_text, answer=answer
-            )
+            mark = hashlib.sha256(f"{task.task_id}\0{answer}".encode()).hexdigest()[:8]
+            prompt = TEMPLATE.format(mark=mark, prompt=task.prompt_text, answer=answer)
             (reply,) = llm.chat([[{"role": "user", "content": prompt}]], greedy)
             expected = any_reply(reply.text or "", "", 10)
         assert rollout.reward == expected
