@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanoengine.parallel.device import resolve_device
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import judges_of
 from nanorl.envs.rewards.judge_models import FolderJudge, JudgeModel
@@ -85,8 +86,8 @@ def _check_seats(config: RunConfig, judges: Sequence[FolderJudge], is_hosted: bo
                 f"device={place} of the judge {judge.name} with {backend}: each process gets "
                 "devices of its own; say device=cuda, or device=cpu"
             )
-        if place == "cuda" and config.device == "cpu":
+        if place == "cuda" and resolve_device(config.device).type == "cpu":
             raise ValueError(
-                f"device=cuda of the judge {judge.name} with --device cpu: such a run reserves no "
-                "GPUs; say device=cpu, or --device cuda"
+                f"device=cuda of the judge {judge.name} with --device {config.device}: this run is "
+                "on the CPU and reserves no GPUs; say device=cpu, or --device cuda"
             )

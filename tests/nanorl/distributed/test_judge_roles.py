@@ -86,7 +86,8 @@ class Halves(nanorl.WeightedReward):
         super().__init__({name: (0.5, nanorl.JudgeReward(**asked)) for name in "ab"})
 """
 FAULTS = ("kill", "stop", "collector")
-"""What happens to whom while a question is under way, in this order."""
+"""What happens while a question of a step of RL is under way: of the second, the third, the fourth.
+"""
 
 
 def any_reply(reply: str, mark: str, best: int) -> float:
@@ -94,25 +95,26 @@ def any_reply(reply: str, mark: str, best: int) -> float:
     return zlib.crc32(reply.encode()) % (best + 1) / best
 
 
-def read_any_reply(folder: Path | None = None) -> None:
-    """Have every process of a run read verdicts so. With a `folder`, the third question of a judge
-    touches the next file of `FAULTS` there, and waits until it is gone."""
+def read_any_reply(out: Path | None = None) -> None:
+    """Have every process of a run read verdicts so. With its folder `out`, a question of the second
+    step touches the first file of `FAULTS` beside it, and waits until that is gone; one of the
+    third step the second, and so on."""
     judge_module.read_verdict = any_reply
-    if folder is None:
+    if out is None:
         return
-    generate, num_questions = JudgeRole.generate, 0
+    generate = JudgeRole.generate
 
     @wraps(generate)
     async def held(self: JudgeRole, *args: Any, **options: Any) -> Output:
-        nonlocal num_questions
-        num_questions += 1
-        due = [name for name in FAULTS if not (folder / f"{name}.once").exists()]
-        if num_questions == 3 and due:
-            marker = folder / due[0]
-            (folder / f"{due[0]}.once").touch()
-            marker.touch()
-            while marker.exists():
-                await asyncio.sleep(0.01)
+        steps = out / "metrics.jsonl"
+        num_steps = len(steps.read_text().splitlines()) if steps.exists() else 0
+        for name in FAULTS[:num_steps]:
+            marker, once = out.parent / name, out.parent / f"{name}.once"
+            if not once.exists():
+                once.touch()
+                marker.touch()
+                while marker.exists():
+                    await asyncio.sleep(0.01)
         return await generate(self, *args, **options)
 
     JudgeRole.generate = held  # type: ignore[method-assign]
@@ -144,8 +146,8 @@ def start(folder: Path) -> Iterator[Start]:
     """Starts a run called `name`; none outlives the test."""
     started: list[RunProcess] = []
 
-    def start(name: str, *arguments: str, faults: Path | None = None) -> RunProcess:
-        prepare = partial(read_any_reply, faults)
+    def start(name: str, *arguments: str, has_faults: bool = False) -> RunProcess:
+        prepare = partial(read_any_reply, folder / name if has_faults else None)
         given = (*SMALL, *arguments, "--out", str(folder / name))
         started.append(RunProcess(folder / f"{name}.log", *given, prepare=prepare))
         return started[-1]
@@ -219,9 +221,8 @@ def test_judges_in_processes_of_their_own_give_the_same_run(
 def test_a_judge_that_dies_or_hangs_and_a_collector_that_dies_change_no_verdict(
     calm: Path, start: Start, folder: Path
 ) -> None:
-    marks, out = folder / "marks", folder / "struck"
-    marks.mkdir()
-    run = start("struck", *judged(folder), *LOCAL, faults=marks)
+    out = folder / "struck"
+    run = start("struck", *judged(folder), *LOCAL, has_faults=True)
 
     def pid(name: str) -> int:
         found = [one.pid for one in descendants(run.process.pid or 0) if one.name == name]
@@ -234,12 +235,12 @@ def test_a_judge_that_dies_or_hangs_and_a_collector_that_dies_change_no_verdict(
         "collector": ("CollectorRole", signal.SIGKILL),
     }
     for name, (role, number) in strikes.items():
-        run.await_file(marks / name, LIMIT_S)
+        run.await_file(folder / name, LIMIT_S)
         if name == "stop":
             run.await_true(lambda: "num_running" in _judge(out).get("metrics", {}), LIMIT_S)
             assert _judge(out)["kind"] == "judge" and _judge(out)["restarts"] == 1
         os.kill(pid(role), number)
-        (marks / name).unlink()
+        (folder / name).unlink()
     assert run.wait(LIMIT_S) == 0, run.output()
     assert changes(out, calm) == []
     said = run.output()
