@@ -33,7 +33,7 @@ class JudgeSet:
     def __init__(self, starter: RoleStarter, seats: Sequence[JudgeSeat]) -> None:
         self._starter = starter
         self._seats = {seat.name: seat for seat in seats}
-        self._serving: dict[str, ActorHandle[JudgeRole]] = {}
+        self._serving: dict[str, ActorHandle[Any]] = {}
         self._collector: ActorRole[CollectorRole] | None = None
         self.roles: list[ActorRole[Any]] = [
             ActorRole(
