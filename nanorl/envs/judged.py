@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
@@ -15,6 +15,9 @@ from nanorl.envs.rewards.base import Reward, Score, Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.task import Task
 from nanorl.types import Rollout
+
+if TYPE_CHECKING:
+    from nanorl.envs.rewards.judge import JudgeReward
 
 
 class JudgedKind:
@@ -26,6 +29,11 @@ class JudgedKind:
         self.has_teacher = kind.has_teacher
         self.has_tools, self.needs_sandbox = kind.has_tools, kind.needs_sandbox
         self.defaults: Mapping[str, Any] = kind.defaults
+
+    @property
+    def judges(self) -> Sequence[JudgeReward]:
+        """The LLM judges of its reward."""
+        return getattr(self.reward, "judges", ())
 
     def tasks(self, seed: int) -> TaskSet:
         return self.kind.tasks(seed)
@@ -80,3 +88,8 @@ class JudgedEpisode:
 
     async def close(self) -> None:
         await self._env.close()
+
+
+def judges_of(kind: EnvKind) -> Sequence[JudgeReward]:
+    """The LLM judges that score its episodes in the process of the caller."""
+    return kind.judges if isinstance(kind, JudgedKind) else ()

@@ -8,6 +8,7 @@ names.py            which there are, by their dotted names
 values.py           one option's value, as its field's type has it
 help_text.py        the text of `nanorl train --help`
 run_kind.py         the environment of a run; hosted_kind.py: the same, played in other processes
+run_judges.py       the LLM judges of its reward, and where each has its engine
 parts.py            what a run is made of, checked before it begins; agent_kit.py: of its rollouts
 trust.py            what somebody else's run may make this machine do
 store_address.py    where rollouts are kept; reference_names.py: how `--rl.reference` names models

@@ -18,6 +18,7 @@ from nanorl.agents.times import RolloutTimes, TimesKept
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.env_kind import EnvKind
+from nanorl.envs.judged import judges_of
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.base import WorkspaceSandbox
@@ -87,9 +88,9 @@ def run_hosted(kind: EnvKind, config: RunConfig, folder: Path, http: HttpAccess 
     num_workers = num_env_workers(config)
     if not num_workers:
         return kind
-    from nanorl.options.hosted_kind import HostedKind  # nanosched's processes: not always needed
+    from nanorl.options.hosted_kind import host_kind  # nanosched's processes: not always needed
 
-    return HostedKind(kind, config, folder, num_workers, http)
+    return host_kind(kind, config, folder, num_workers, http)
 
 
 def run_agent(config: RunConfig, kind: EnvKind) -> Callable[..., Agent]:
@@ -165,6 +166,15 @@ class AgentKit(Kit):
         """Count what the recording proxy has done since the last call."""
         counts = {} if self._proxy is None else self._proxy.take_counts()
         return {f"http/{name}": float(count) for name, count in counts.items()}
+
+    def take_judge_costs(self) -> dict[str, float]:
+        """The costs of the LLM judges of this process since the last call, where there are any."""
+        judges = judges_of(self.kind)
+        if not judges:
+            return {}
+        from nanorl.envs.rewards.judge_costs import total_costs  # here: few runs need it
+
+        return total_costs(judge.costs for judge in judges)
 
     def take_times(self) -> Mapping[str, list[RolloutTimes]]:
         """When what happened in the rollouts that have ended since the last call."""

@@ -28,6 +28,9 @@ class ClusterConfig:
     """separate: trainer, replicas, reference and critic have GPUs of their own, one a process, and
     rollouts may go on during a step. colocated: trainer process i and replica process i share a
     GPU and take turns, the one asleep while the other works. On CPUs both reserve nothing."""
+    judges: int = 1
+    """Processes for each model that judges (--reward judge with a folder), an engine in each;
+    questions are shared out among them. On GPUs each has one to itself."""
     transport: TransportName = "auto"
     """How weights reach replicas in other processes; auto: shm on one machine, dist on many, disk
     for servers, cuda_ipc where the trainer and the only replica share a GPU."""
@@ -44,6 +47,7 @@ class ClusterConfig:
         check_record(
             self,
             "cluster.",
+            judges=Bound(1, 1024, "so many processes"),
             heartbeat_s=Bound(0.05, 3600, "faster only costs time"),
             hang_s=Bound(0.5, 86400, "a longer silence is a night lost"),
             start_s=Bound(1, 86400, "a longer wait is a night lost"),
@@ -51,6 +55,11 @@ class ClusterConfig:
         if self.address and self.backend != "ray":
             raise ValueError(
                 f"--cluster.address {self.address}: only --cluster.backend ray joins a cluster"
+            )
+        if self.judges > 1 and self.backend == "inline":
+            raise ValueError(
+                f"--cluster.judges {self.judges}: needs processes of its own; add "
+                "--cluster.backend local, or ray"
             )
 
 

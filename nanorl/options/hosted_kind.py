@@ -17,6 +17,8 @@ from nanorl.envs.env_kind import Demonstrator, EnvKind, TaskSet
 from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.envs.hosting.host_pool import HostingLimits, WorkerPool
 from nanorl.envs.http_record.record_config import HttpConfig
+from nanorl.envs.judged import JudgedKind, judges_of
+from nanorl.envs.rewards.load import REWARDS
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.base import WorkspaceSandbox
@@ -24,6 +26,17 @@ from nanorl.task import Task
 
 if TYPE_CHECKING:
     from nanorl.envs.http_record.record_access import HttpAccess
+
+
+def host_kind(
+    kind: EnvKind, config: RunConfig, folder: Path, num_workers: int, http: HttpAccess | None = None
+) -> EnvKind:
+    """`kind` with its episodes in worker processes. `--reward judge` is asked in this process all
+    the same: one engine reads the answers of all workers, instead of a copy in each."""
+    if isinstance(kind, JudgedKind) and judges_of(kind) and config.reward in REWARDS:
+        alone = replace(config, reward="", reward_args=())
+        return JudgedKind(HostedKind(kind.kind, alone, folder, num_workers, http), kind.reward)
+    return HostedKind(kind, config, folder, num_workers, http)
 
 
 class HostedKind:
@@ -77,6 +90,10 @@ class WorkerSide:
             http.enter()  # before any of the user's code
         self._config = config
         self._kind = run_kind(config)
+        if judges_of(self._kind):
+            from nanorl.options.run_judges import settle_judges  # here: few runs have judges
+
+            settle_judges(config, self._kind)
         self._tokenizer = run_tokenizer(config, folder)
         self._sandbox: WorkspaceSandbox | None = None
         if self._kind.needs_sandbox:

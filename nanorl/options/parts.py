@@ -27,6 +27,7 @@ from nanorl.algorithms.observed import Scaffold
 from nanorl.algorithms.option_groups import DISTILLS
 from nanorl.envs.code import CodeKind
 from nanorl.envs.env_kind import EnvKind, TaskSet
+from nanorl.envs.judged import judges_of
 from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import ListTasks, Split
@@ -66,6 +67,10 @@ class Parts:
         self.device = resolve_device(config.device)
         self.kind = run_kind(config, env)
         self.is_env_given = env is not None
+        if judges_of(self.kind) or config.cluster.judges > 1:
+            from nanorl.options.run_judges import settle_judges  # here: few runs have judges
+
+            settle_judges(config, self.kind)  # before `sized` looks at what memory is left
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         check_loops(config, self.kind, self.tasks)
         run_curriculum(config)  # refused here, before any work, if it is none

@@ -21,6 +21,7 @@ from typing import Any
 
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
+from nanorl.envs.judged import judges_of
 from nanorl.flow.curriculum import TaskChooser
 from nanorl.observability.alarms.alarms import GOOD_SUCCESS, NO_SIGNAL
 from nanorl.observability.report.observer import PhaseBegun
@@ -45,7 +46,9 @@ class RLPhase:
     def __init__(self, state: RunState, checkpoints: RunCheckpoints) -> None:
         self._state, self._checkpoints = state, checkpoints
         counts_http = state.config.http.mode != "off"
-        self._measures = StepMeasures(state.roles, counts_http=counts_http)
+        self._measures = StepMeasures(
+            state.roles, counts_http=counts_http, has_judges=bool(judges_of(state.parts.kind))
+        )
         self._evaluation = RunningEvaluation(state)
         self._beside = EvaluationBeside(self._evaluation, checkpoints)
 

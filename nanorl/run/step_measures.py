@@ -14,9 +14,10 @@ from nanorl.distributed.roles.collector_role import CollectorRole
 class StepMeasures:
     """Measures from one step to the next."""
 
-    def __init__(self, roles: Roles, *, counts_http: bool) -> None:
-        """`counts_http`: the collector has a recording proxy, which counts what it has done."""
-        self._roles, self._counts_http = roles, counts_http
+    def __init__(self, roles: Roles, *, counts_http: bool, has_judges: bool) -> None:
+        """`counts_http`: the collector has a recording proxy, which counts what it has done.
+        `has_judges`: its rewards may ask LLM judges, which cost something."""
+        self._roles, self._counts_http, self._has_judges = roles, counts_http, has_judges
         self._cpu_s = 0.0  # this process's, when the last step ended
 
     async def begin(self) -> None:
@@ -31,6 +32,8 @@ class StepMeasures:
         found |= await collector.call(CollectorRole.take_playing)
         if self._counts_http:
             found |= await collector.call(CollectorRole.take_http_counts)
+        if self._has_judges:
+            found |= await collector.call(CollectorRole.take_judge_costs)
         return found | self._rollout_speed(metrics) | self._cpu_time()
 
     def _rollout_speed(self, metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -80,14 +80,16 @@ class RunProcess:
         *arguments: str,
         slow: Slow | None = None,
         environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
         **limits: int,
     ) -> None:
         """`limits` are resource limits by their names, such as RLIMIT_FSIZE; `environment` is added
-        to the one that there is."""
+        to the one that there is. `prepare` is called before the run, of all of whose processes it
+        may change the code."""
         self.log = log
         variables = dict(environment or {})
         self.process = _context.Process(
-            target=_main, args=(log, arguments, slow, limits, variables)
+            target=_main, args=(log, arguments, slow, limits, variables, prepare)
         )
         self.process.start()
 
@@ -119,6 +121,7 @@ def _main(
     slow: Slow | None,
     limits: dict[str, int],
     environment: dict[str, str],
+    prepare: Callable[[], None] | None,
 ) -> None:
     import resource
 
@@ -135,6 +138,8 @@ def _main(
 
     if slow is not None:
         (_slow_down_request if slow.is_request else _slow_down)(slow)
+    if prepare is not None:
+        prepare()
     if "local" in arguments:
         import nanosched.local.forkserver as module
 

@@ -5,7 +5,8 @@
     ├─ replica-0, -1, ...     an inference engine each                       (replica_set.py)
     ├─ collector              agents, sandboxes, the router to the replicas  (collector_role.py)
     ├─ store                  the rollouts' file                             (store_role.py)
-    └─ reference, critic      where the algorithm has them                   (scoring_roles.py)
+    ├─ reference, critic      where the algorithm has them                   (scoring_roles.py)
+    └─ judge-0, judge-1, ...  where rewards ask a model in a folder          (judge_set.py)
 
 All processes are under watch: the scheduler tells of deaths, a heartbeat of hangs. Any but the
 trainer and the critic is started again alone, and what it was asked is asked again.
@@ -32,6 +33,7 @@ from nanorl.distributed.roles.actor_role import ActorRole
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.distributed.roles.collector_role import CollectorRole, collector_role
 from nanorl.distributed.roles.device_turns import DeviceTurns, Hosts
+from nanorl.distributed.roles.judge_set import JudgeSet
 from nanorl.distributed.roles.placement import Places, transport_kind
 from nanorl.distributed.roles.policy_role import RankedEngine
 from nanorl.distributed.roles.replica_role import Replica
@@ -46,7 +48,8 @@ from nanorl.observability.monitor.monitor_control import RoleKind, RoleStatus
 from nanorl.observability.monitor.readings import RoleReadings
 from nanorl.observability.store import RolloutStore
 from nanorl.options.parts import Parts
-from nanosched import Scheduler
+from nanorl.options.run_judges import judge_seats
+from nanosched import ActorHandle, Scheduler
 
 PRELOAD = (
     "torch",
@@ -64,6 +67,7 @@ IDLE_NAMES: Mapping[RoleKind, str] = {
     "collector": "idle_collector",
     "reference": "idle_reference",
     "critic": "idle_critic",
+    "judge": "idle_judge",
 }
 
 
@@ -94,6 +98,7 @@ class Cluster:
         self._trainer = TrainerRanks(starter, turns)
         self._replicas = ReplicaSet(starter, turns, self._trainer, kind)
         self._scoring = ScoringRoles(starter)
+        self._judges = JudgeSet(starter, judge_seats(config, parts.kind))
         self.store = store_role(
             starter.scheduler,
             config.store_address,
@@ -104,10 +109,11 @@ class Cluster:
             starter.scheduler,
             config,
             parts.folder,
-            prepare=self._replicas.introduce_all,
+            prepare=self._introduce_all,
             on_restart=starter.say_restart,
         )
         self._replicas.introduce_to(self.collector)
+        self._judges.introduce_to(self.collector)
         self._readings = RoleReadings(self, time.monotonic)
         self._idle_shares = IdleShares()
 
@@ -144,9 +150,15 @@ class Cluster:
             starter.start(self.store, RolloutStore.heartbeat),
             starter.start(self.collector, CollectorRole.heartbeat),
             *(starter.start(replica, Replica.heartbeat) for replica in replicas),
+            self._judges.start(),
         )
         for address in self.config.rollout.addresses:
             await self.add_replica(address)
+
+    async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
+        """Name to a new collector whom it asks."""
+        await self._replicas.introduce_all(collector)
+        await self._judges.introduce_all(collector)
 
     async def trainer_death(self) -> str:
         """Wait until the trainer dies; returns how. Raises RoleLost if another role is dead and
@@ -188,7 +200,7 @@ class Cluster:
         """The roles that have successors."""
         reference = self._scoring.reference
         scoring = () if reference is None else (reference,)
-        return [self.collector, *self._replicas.roles, self.store, *scoring]
+        return [self.collector, *self._replicas.roles, self.store, *scoring, *self._judges.roles]
 
     def roles(self) -> list[RoleStatus]:
         """Say how all roles are, as they last said themselves."""
@@ -236,7 +248,10 @@ def _open_starter(parts: Parts) -> RoleStarter:
         address=cluster.address or None,
     )
     try:
-        places = Places(scheduler, parts.config, has_gpus=parts.device.type == "cuda")
+        seats = judge_seats(parts.config, parts.kind)
+        judges = {seat.name: seat.model.device != "cpu" for seat in seats}
+        has_gpus = parts.device.type == "cuda"
+        places = Places(scheduler, parts.config, has_gpus=has_gpus, judges=judges)
     except ValueError:
         scheduler.close()
         raise

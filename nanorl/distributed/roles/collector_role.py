@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.packing import Sample
 from nanoinfer.params import SamplingParams
@@ -22,12 +22,16 @@ from nanorl.distributed.roles.actor_role import ActorRole, OnRestart, getting_re
 from nanorl.distributed.roles.router import ReplicaClient, Router
 from nanorl.distributed.roles.shared_folder import require_folder
 from nanorl.distributed.warm_start import WarmStart
+from nanorl.envs.judged import judges_of
 from nanorl.observability.monitor.vitals import vitals
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
 from nanorl.task import Task
 from nanorl.types import Rollout
 from nanosched import ActorHandle, Scheduler
+
+if TYPE_CHECKING:
+    from nanorl.distributed.roles.judge_routers import JudgeClients, JudgeRouters
 
 
 class CollectorRole(AgentCollector):
@@ -50,6 +54,11 @@ class CollectorRole(AgentCollector):
         rl = config.rl
         own = AgentKit(config, folder) if kit is None else kit
         self.router = Router()
+        self.judges: JudgeRouters | None = None
+        if config.cluster.backend != "inline" and judges_of(own.kind):
+            from nanorl.distributed.roles.judge_routers import JudgeRouters  # few runs need it
+
+            self.judges = JudgeRouters(own.kind)
         self.writer: HindsightWriter | None = None
         if rl.algorithm.has_hindsight:
             self.writer = HindsightWriter(rl.algorithm, own.tokenizer)
@@ -69,6 +78,11 @@ class CollectorRole(AgentCollector):
     async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
         """The replicas that take requests from now on, by their names."""
         self.router.set_replicas(replicas)
+
+    async def set_judges(self, judges: JudgeClients) -> None:
+        """The judges that take questions from now on, by their models and names."""
+        assert self.judges is not None, "it is told of judges where its rewards ask some"
+        self.judges.set_judges(judges)
 
     async def _play_noting(
         self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
@@ -94,6 +108,10 @@ class CollectorRole(AgentCollector):
     async def take_http_counts(self) -> dict[str, float]:
         """Count what the recording proxy did since the last call; nothing where there is none."""
         return self.kit.take_http_counts()
+
+    async def take_judge_costs(self) -> dict[str, float]:
+        """Say what LLM judges cost since the last call; nothing where there are none."""
+        return self.kit.take_judge_costs()
 
     async def take_times(self) -> Mapping[str, list[RolloutTimes]]:
         """When what happened in the rollouts that have ended since the last call."""

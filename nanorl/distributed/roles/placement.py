@@ -7,6 +7,8 @@ weights can take between them.
                 reference and critic share bundle 0 with them. Shares are the scheduler's
                 accounting: each in its turn has all the memory
 
+A judge scores while replicas sample, and so has a group of its own either way.
+
 What the layout needs is reserved before any process starts, and stays so: a role that is started
 again returns to its devices. On GPUs a group is packed, onto as few machines as can be. Without
 GPUs bundles ask for nothing, since a laptop has fewer cores than a run has processes, and they are
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +57,16 @@ class RolePlace:
 class Places:
     """The places of a run's roles, from before they start until the scheduler closes."""
 
-    def __init__(self, scheduler: Scheduler, config: RunConfig, *, has_gpus: bool) -> None:
-        """Reserves what the layout needs; `ValueError` where that is more than is free."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: RunConfig,
+        *,
+        has_gpus: bool,
+        judges: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Reserves what the layout needs; `ValueError` where that is more than is free. `judges`
+        are their names, and whether each wants a GPU."""
         spec, rollout = config.rl.algorithm, config.rollout
         needed = (("reference", spec.needs_reference), ("critic", spec.needs_critic))
         self._scorers = [name for name, is_needed in needed if is_needed]
@@ -66,20 +76,25 @@ class Places:
         self._replicas: dict[str, RolePlace] = {}
         self._free: list[RolePlace] = []  # of replicas, reserved and not in use
         self._shared: PlacementGroup | None = None
+        wishes = judges or {}
+        self._num_judges = sum(wishes.values())  # those on GPUs
         if config.cluster.placement == "colocated":
             self._put_together()
         else:
             self._set_apart()
+        self.judges = {name: self._judge_place(on_gpu) for name, on_gpu in wishes.items()}
 
     def _set_apart(self) -> None:
         num_first = self._world + len(self._scorers)
-        needed = num_first + self._num_replicas * self._tp
+        needed = num_first + self._num_replicas * self._tp + self._num_judges
         parts = [f"{self._world} for the trainer", *(f"1 for the {one}" for one in self._scorers)]
+        parts += [f"{self._num_judges} for judges"] if self._num_judges else []
         self._require(
             needed,
             f"--cluster.placement separate needs {needed} GPUs ({', '.join(parts)}, {self._tp} for "
             f"each of {self._num_replicas} replicas)",
-            "choose fewer --rollout.replicas, a smaller layout (--learner.*), or colocated",
+            "choose fewer --rollout.replicas, a smaller layout (--learner.*), or colocated"
+            + self._without_judges,
         )
         group = self._reserve(num_first)
         share = float(self._has_gpus)
@@ -92,20 +107,36 @@ class Places:
 
     def _put_together(self) -> None:
         num_processes = self._num_replicas * self._tp
-        needed = max(self._world, num_processes)
+        num_shared = max(self._world, num_processes)
+        needed = num_shared + self._num_judges
+        judges = f", judges {self._num_judges} of their own" if self._num_judges else ""
         self._require(
             needed,
             f"--cluster.placement colocated needs {needed} GPUs (the trainer has {self._world} "
-            f"processes, the replicas {num_processes})",
-            "choose fewer --rollout.replicas, or a smaller layout (--learner.*)",
+            f"processes, the replicas {num_processes}{judges})",
+            "choose fewer --rollout.replicas, or a smaller layout (--learner.*)"
+            + self._without_judges,
         )
-        self._shared = group = self._reserve(needed)
+        self._shared = group = self._reserve(num_shared)
         # Rounded down as the scheduler counts, or the last of three thirds would not fit.
         share = math.floor(10_000 / (2 + len(self._scorers))) / 10_000 if self._has_gpus else 0.0
         self.trainer = RolePlace(group, range(self._world), share)
         self.scorers = {name: RolePlace(group, [0], share) for name in self._scorers}
         firsts = range(0, num_processes, self._tp)
         self._free = [RolePlace(group, range(at, at + self._tp), share) for at in firsts]
+
+    @property
+    def _without_judges(self) -> str:
+        """What else a user may do where judges want GPUs."""
+        if not self._num_judges:
+            return ""
+        return ", or have judges on the CPU (--reward-args device=cpu) or at an address"
+
+    def _judge_place(self, is_on_gpu: bool) -> RolePlace:
+        if is_on_gpu and self._has_gpus:
+            return RolePlace(self._reserve(1), [0], 1.0)
+        group = self._scheduler.placement_group([Resources()], "SPREAD", self._wait_s)
+        return RolePlace(group, [0], 0.0)
 
     def replica(self, name: str) -> RolePlace:
         """The place of a replica, the same one until `free`; `ValueError` if there is none left."""

@@ -8,7 +8,7 @@ its own hash, and a verdict has to carry the same mark, so no answer can close t
 contain a verdict that counts. A reply without a verdict is asked for again, and is infrastructure
 in the end; nothing is 0 because the judge mumbled. Verdicts are kept in a file by their content.
 Left out: a defence against arguments: a judge that is talked into a high score gives one. Read its
-replies, and put a rule beside it (weighted.py). Next: judge_models.py.
+replies, and put a rule beside it (weighted.py). Next: judge_models.py, then judge_costs.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.envs.rewards.judge_costs import JudgeCosts
 from nanorl.envs.rewards.judge_models import (
     AddressJudge,
     FolderJudge,
@@ -79,16 +80,27 @@ class JudgeReward:
         if best < 1:
             raise ValueError(f"best={best}: must be at least 1")
         _check_template(template)
+        self.costs = JudgeCosts()
         if address:
-            judge = AddressJudge(address, limits=limits, **options)
+            judge = AddressJudge(address, limits=limits, costs=self.costs, **options)
         elif folder:
-            judge = FolderJudge(folder, limits, **options)
+            judge = FolderJudge(folder, limits, costs=self.costs, **options)
         assert judge is not None, "one of the three was given"
         self._judge, self._limits = judge, limits
         self._template, self._best = template, best
         self._cache = _Verdicts(Path(cache).expanduser()) if cache else None
         self._gate = asyncio.Semaphore(limits.max_at_once)
         self._asking: dict[str, asyncio.Task[float]] = {}
+
+    @property
+    def judges(self) -> tuple[JudgeReward, ...]:
+        """Itself: a reward that is made of others has theirs."""
+        return (self,)
+
+    @property
+    def folder_judge(self) -> FolderJudge | None:
+        """The judge where it is a model in a folder, which a role of its own may hold."""
+        return self._judge if isinstance(self._judge, FolderJudge) else None
 
     async def score(self, rollout: Rollout, task: Task, transcript: Transcript) -> Score:
         answer = transcript.answer
@@ -106,6 +118,7 @@ class JudgeReward:
         )
         key = hashlib.sha256(f"{self._judge.name}\0{self._best}\0{prompt}".encode()).hexdigest()
         known = self._cache.get(key) if self._cache else None
+        self.costs.add(cached=int(known is not None))
         return Score(known if known is not None else await self._ask_once(key, prompt, mark))
 
     def close(self) -> None:
@@ -125,7 +138,8 @@ class JudgeReward:
         async with self._gate:
             for attempt in range(self._limits.max_tries):
                 try:
-                    said = await self._judge.reply(prompt, attempt)
+                    with self.costs.call():
+                        said = await self._judge.reply(prompt, attempt)
                 except JudgeFailed as error:
                     if error.is_final:
                         raise

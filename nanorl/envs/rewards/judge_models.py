@@ -1,6 +1,9 @@
 """Who judges: a model at an OpenAI-compatible address, or one in an engine of our own.
 
-Both answer one prompt with one text. Left out: what is asked and what the text means (judge.py).
+Both answer one prompt with one text. The engine is of this process, or, where a run has several
+processes, a role of its own to which a router leads (nanorl/distributed/roles/judge_set.py): tokens
+go there and tokens come back, so its replies are the same.
+Left out: what is asked and what the text means (judge.py).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoengine.extras import missing
 from nanoinfer.http.api_key import read_key
+from nanorl.envs.rewards.judge_costs import JudgeCosts
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
-    from nanoinfer.async_engine import AsyncEngine
+    from nanoinfer.params import Output, SamplingParams
 
 _PASSING = (408, 409, 429)  # HTTP states worth another try, beside 5xx
 _BACKOFF_S = 0.5
@@ -67,9 +71,15 @@ class AddressJudge:
     """A model behind an address such as http://127.0.0.1:8000/v1."""
 
     def __init__(
-        self, address: str, model: str, limits: JudgeLimits, api_key_file: str = ""
+        self,
+        address: str,
+        model: str,
+        limits: JudgeLimits,
+        api_key_file: str = "",
+        costs: JudgeCosts | None = None,
     ) -> None:
         """The key is read from a file, if the address wants one: options are printed."""
+        self._costs = costs or JudgeCosts()
         if not model:
             raise ValueError(f"address={address}: name the model there, model=...")
         file = Path(api_key_file) if api_key_file else None
@@ -97,7 +107,12 @@ class AddressJudge:
                 temperature=_RETRY_TEMPERATURE if attempt else 0.0,
                 seed=attempt,
             )
-            return answer.choices[0].message.content or ""
+            text = answer.choices[0].message.content or ""
+            self._costs.add(
+                prompt_tokens=_number(answer.usage, "prompt_tokens"),
+                reply_tokens=_number(answer.usage, "completion_tokens"),
+            )
+            return text
         except self._openai.APIStatusError as error:
             code = error.status_code
             is_final = code < 500 and code not in _PASSING
@@ -111,41 +126,96 @@ class AddressJudge:
         self._client = self._loop = None
 
 
+class AnswersTokens(Protocol):
+    """An engine, or what leads to engines elsewhere."""
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeModel:
+    """The model of a judge, as another process needs it to make the same engine."""
+
+    folder: Path
+    dtype: str = "fp32"
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
+
+
 class FolderJudge:
-    """A model in an engine of its own, started with the first question."""
+    """A model in an engine: of this process, or where `ask` says."""
 
     def __init__(
-        self, folder: str | Path, limits: JudgeLimits, dtype: str = "fp32", device: str = "auto"
+        self,
+        folder: str | Path,
+        limits: JudgeLimits,
+        dtype: str = "fp32",
+        device: str = "auto",
+        costs: JudgeCosts | None = None,
     ) -> None:
+        """ValueError for a folder without a model, tokenizer or chat template. The weights are
+        loaded with `load` or the first question, where nobody else has them."""
+        from nanoengine.model.config import ModelConfig  # here: a judge at an address needs none
         from nanoengine.optim import DTYPES  # here: a judge at an address needs no torch
+        from nanoengine.text.tokenizer import ChatTokenizer  # nor tokens
+
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
+        # Not resolved: links may lead elsewhere on another machine, and names have to be equal.
+        self.model = JudgeModel(folder=Path(folder).absolute(), dtype=dtype, device=device)
+        ModelConfig.from_folder(self.model.folder)
+        self._tokenizer = ChatTokenizer.from_folder(folder)
+        if self._tokenizer.chat_template is None:
+            raise ValueError(f"{folder}: no chat template, so no question can be written for it")
+        self.name = str(Path(folder).resolve())
+        self.limits = limits
+        self._costs = costs or JudgeCosts()
+        self._engine: AnswersTokens | None = None
+        self._is_elsewhere = False
+        self._thread: ThreadPoolExecutor | None = None
+
+    def ask(self, engine: AnswersTokens) -> None:
+        """From now on `engine`, which has this model, answers, and minds `limits.timeout_s`."""
+        self._engine, self._is_elsewhere = engine, True
+
+    def load(self) -> None:
+        """Make an engine in this process, unless there is one to ask."""
+        import torch  # here: a judge at an address needs no torch
+
+        from nanoengine.optim import DTYPES  # here: it imports torch
+        from nanoengine.parallel.device import worker_thread  # here: it imports torch
+        from nanoinfer.async_engine import AsyncEngine  # here: it imports torch
         from nanoinfer.llm import LLM  # a judge at an address needs no engine
 
-        self.name = str(Path(folder).resolve())
-        self._llm = LLM(folder, dtype=DTYPES[dtype], device=device)
-        self._limits = limits
-        self._engine: AsyncEngine | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        if self._engine is None:
+            model = self.model
+            core = LLM(model.folder, dtype=DTYPES[model.dtype], device=model.device).engine
+            self._thread = worker_thread("judge", core.model.device, torch.get_num_threads())
+            self._engine = AsyncEngine(core, executor=self._thread)
 
     async def reply(self, prompt: str, attempt: int) -> str:
         from nanoinfer.params import SamplingParams  # here: a judge at an address needs no engine
 
-        tokenizer, engine = self._llm.tokenizer, self._started()
-        ids = tokenizer.encode_chat(
+        self.load()
+        assert self._engine is not None, "it was just made"
+        ids = self._tokenizer.encode_chat(
             [{"role": "user", "content": prompt}], add_generation_prompt=True
         )
         params = SamplingParams(
-            max_tokens=self._limits.max_tokens,
+            max_tokens=self.limits.max_tokens,
             temperature=_RETRY_TEMPERATURE if attempt else 0.0,
             seed=attempt,
             detokenize=True,
         )
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                output = await engine.generate(ids, params)
+            # Elsewhere a clock beside the engine does it: a process that died takes its time along.
+            async with asyncio.timeout(None if self._is_elsewhere else self.limits.timeout_s):
+                output = await self._engine.generate(ids, params)
         except TimeoutError as error:
-            raise JudgeFailed(f"{self.name} took longer than {self._limits.timeout_s} s") from error
+            raise JudgeFailed(f"{self.name} took longer than {self.limits.timeout_s} s") from error
         except ValueError as error:
             raise JudgeFailed(f"{self.name}: {error}", is_final=True) from error
+        self._costs.add(prompt_tokens=len(ids), reply_tokens=len(output.ids))
         return output.text or ""
 
     def close(self) -> None:
@@ -153,17 +223,11 @@ class FolderJudge:
         if thread is not None:
             thread.shutdown()
 
-    def _started(self) -> AsyncEngine:
-        import torch  # here: a judge at an address needs no torch
 
-        from nanoengine.parallel.device import worker_thread  # here: it imports torch
-        from nanoinfer.async_engine import AsyncEngine  # here: it imports torch
-
-        if self._engine is None:
-            core = self._llm.engine
-            self._thread = worker_thread("judge", core.model.device, torch.get_num_threads())
-            self._engine = AsyncEngine(core, executor=self._thread)
-        return self._engine
+def _number(usage: Any, name: str) -> int:
+    """A count of tokens that an address may or may not tell."""
+    value = getattr(usage, name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _require_openai() -> Any:

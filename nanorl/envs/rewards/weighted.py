@@ -13,11 +13,15 @@ import asyncio
 import math
 from collections.abc import Mapping
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from nanorl.envs.rewards.base import Reward, Score, Transcript
 from nanorl.envs.rewards.function_reward import as_reward, score_rollout
 from nanorl.task import Task
 from nanorl.types import Rollout
+
+if TYPE_CHECKING:
+    from nanorl.envs.rewards.judge import JudgeReward
 
 
 class WeightedReward:
@@ -46,6 +50,12 @@ class WeightedReward:
             turns=[_dot(weights, turn) for turn in turns],
             parts=parts,
         )
+
+    @property
+    def judges(self) -> tuple[JudgeReward, ...]:
+        """Those among them, in their order."""
+        found = (getattr(one, "judges", ()) for _, one in self._rewards.values())
+        return tuple(judge for judges in found for judge in judges)
 
     def close(self) -> None:
         """Close those rewards that hold something."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-RoleKind = Literal["policy", "replica", "reference", "critic", "collector", "store"]
+RoleKind = Literal["policy", "replica", "reference", "critic", "collector", "store", "judge"]
 RoleState = Literal["starting", "ready", "draining", "dead"]
 
 

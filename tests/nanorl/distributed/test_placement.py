@@ -122,6 +122,45 @@ def test_a_replica_more_needs_a_gpu_more_and_one_that_leaves_gives_it_back(place
         assert gpus(sched, started(sched, places.replica("replica-9"))) == [left[placement]]
 
 
+def test_a_judge_has_a_gpu_of_its_own_either_way_or_none_where_it_asks_for_none() -> None:
+    judges = {"judge-0": True, "judge-1": False, "judge-2": True}
+    for placement, num_gpus in (("separate", 4), ("colocated", 3)):
+        with local(num_gpus) as sched:
+            places = Places(sched, config(placement), has_gpus=True, judges=judges)
+            roles = [places.trainer, places.replica("replica-0"), *places.judges.values()]
+            assert sched.available().num_gpus == 0
+            alive = [started(sched, one) for one in roles]
+            seen = [gpus(sched, one) for one in alive]
+            others, (first, none, last) = seen[:2], seen[2:]
+            assert places.judges["judge-1"].num_gpus == 0 and none in ([], [""])
+            taken = {name for one in others for name in one}
+            assert len({*taken, *first, *last}) == num_gpus and first != last
+            alive[2].kill()
+            assert gpus(sched, started(sched, places.judges["judge-0"])) == first  # a successor
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            "separate",
+            r"4 GPUs \(1 for the trainer, 2 for judges, 1 .*, and 2 are free; .* device=cpu",
+        ),
+        ("colocated", r"3 GPUs \(.*, judges 2 of their own\), and 2 are free; .* device=cpu"),
+    ],
+)
+def test_judges_for_which_there_are_too_few_gpus_are_refused_at_once(
+    placement: str, message: str
+) -> None:
+    judges = {"judge-0": True, "judge-1": True}
+    with local(2) as sched:
+        with pytest.raises(ValueError, match=message):
+            Places(sched, config(placement), has_gpus=True, judges=judges)
+        assert sched.available().num_gpus == 2
+        on_cpus = Places(sched, config(placement), has_gpus=False, judges=judges)
+        assert [one.num_gpus for one in on_cpus.judges.values()] == [0, 0]
+
+
 def test_on_cpus_any_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     reserve = Scheduler.placement_group

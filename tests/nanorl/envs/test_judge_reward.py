@@ -19,7 +19,10 @@ from nanorl.envs.rewards import judge_models
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.rewards.function_reward import score_rollout
 from nanorl.envs.rewards.judge import JudgeReward, read_verdict
+from nanorl.envs.rewards.judge_costs import JudgeCosts, total_costs
 from nanorl.envs.rewards.judge_models import FolderJudge, JudgeFailed, JudgeLimits
+from nanorl.envs.rewards.rule import RuleReward
+from nanorl.envs.rewards.weighted import WeightedReward
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout
 
@@ -232,6 +235,67 @@ def test_an_address_that_fails_and_floods_and_talks_nonsense_is_asked_again(no_w
         reward.close()
     assert [one["model"] for one in asked] == ["m"] * 8
     assert [one["seed"] for one in asked[:7]] == list(range(7))
+
+
+def test_an_address_says_how_many_tokens_it_read_and_wrote_or_does_not(no_waits: None) -> None:
+    pytest.importorskip("openai")
+    told: list[Any] = [
+        {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34},
+        None,
+        {"prompt_tokens": "many"},
+        {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
+    ]
+
+    def answer(number: int, request: dict[str, Any]) -> tuple[int, Any]:
+        mark = mark_of(request["messages"][0]["content"])
+        return 200, completion(f"Verdict {mark}: 8") | {"usage": told[number]}
+
+    with address(answer) as url:
+        reward = JudgeReward(address=url, model="m")
+        assert ask(reward, "7", "8", "9", "10") == [0.8] * 4
+    costs = reward.costs.take()
+    assert costs["judge_calls"] == 4
+    assert (costs["judge_prompt_tokens"], costs["judge_reply_tokens"]) == (35, 6)
+
+
+def test_costs_are_counted_from_one_look_to_the_next() -> None:
+    """Tries count, equal questions under way are one, and seconds in which several are under way
+    count once."""
+    now = 0.0
+    costs = JudgeCosts(clock=lambda: now)
+    with costs.call():  # from 0 to 5
+        now = 2.0
+        with costs.call():  # from 2 to 3
+            now = 3.0
+        now = 5.0
+    now = 9.0
+    with costs.call():  # from 9 to 13, of which 1 belongs to the next look
+        costs.add(prompt_tokens=7, reply_tokens=2)
+        now = 12.0
+        first = costs.take()
+        now = 13.0
+    assert first == {
+        "judge_calls": 3, "judge_cached": 0, "judge_prompt_tokens": 7, "judge_reply_tokens": 2,
+        "judge_s": 8.0,
+    }  # fmt: skip
+    second = costs.take()
+    assert second.pop("judge_s") == 1.0 and not any(second.values())
+
+
+def test_a_reward_counts_its_tries_and_the_verdicts_that_it_knew(tmp_path: Path) -> None:
+    judge = Scripted("Hmm.", "Verdict MARK: 6")
+    reward = JudgeReward(judge=judge, cache=str(tmp_path / "verdicts.sqlite"))
+    assert ask(reward, "7", "7") == [0.6, 0.6]
+    assert ask(reward, "7", "8") == [0.6, 0.6]
+    costs = total_costs([reward.costs, JudgeCosts()])
+    assert (costs["judge_calls"], costs["judge_cached"]) == (4, 1)
+
+
+def test_a_weighted_reward_names_the_judges_of_its_parts_in_their_order() -> None:
+    one, two = (JudgeReward(judge=Scripted("")) for _ in range(2))
+    inner = WeightedReward({"two": (1.0, two), "rule": (1.0, RuleReward())})
+    assert WeightedReward({"one": (1.0, one), "inner": (0.5, inner)}).judges == (one, two)
+    assert (one.folder_judge, one.judges) == (None, (one,))
 
 
 def test_an_address_that_refuses_or_is_not_there_is_infrastructure(no_waits: None) -> None:
