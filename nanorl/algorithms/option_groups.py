@@ -216,7 +216,7 @@ class HierarchyOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassAtKOptions(OptionGroup):
+class PassAtKOptions(TurnOptions):
     """That of pass@k training (algorithms/pass_at_k.py)."""
 
     pass_k: int = 2
@@ -422,7 +422,7 @@ class EntropyOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyMaskOptions(OptionGroup):
+class EntropyMaskOptions(TeacherOptions):
     """That of the tokens that learn (algorithms/entropy_mask.py)."""
 
     entropy_share: float = 1.0
@@ -563,7 +563,7 @@ class TruncationOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthOptions(OptionGroup):
+class LengthOptions(TurnOptions):
     """That of Kimi k1.5's length reward (algorithms/length_reward.py)."""
 
     length_coef: float = 0.0
