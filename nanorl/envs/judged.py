@@ -91,5 +91,8 @@ class JudgedEpisode:
 
 
 def judges_of(kind: EnvKind) -> Sequence[JudgeReward]:
-    """The LLM judges that score its episodes in the process of the caller."""
-    return kind.judges if isinstance(kind, JudgedKind) else ()
+    """The LLM judges that score its episodes in the process of the caller; those of each, where it
+    is several environments."""
+    members: Mapping[str, EnvKind] = getattr(kind, "members", {})
+    of_members = [judge for one in members.values() for judge in judges_of(one)]
+    return kind.judges if isinstance(kind, JudgedKind) else of_members

@@ -356,6 +356,14 @@ def test_rewards_that_name_one_model_share_its_seat_and_wait_as_long_as_the_long
     assert found == [("judge-0", "fp32", 7.0), ("judge-1", "bf16", 120.0)]
 
 
+def test_several_environments_have_one_judge_where_they_name_one_model(folder: Path) -> None:
+    words = [*SMALL, "--env", str(folder / "short.py"), f"more={folder / 'short.py'}"]
+    words += ["--reward", "judge", "--reward-args", f"folder={folder / 'judge'}"]
+    config = train_agent().parse_arguments([*words, "--cluster.backend", "local"])
+    (seat,) = judge_seats(config, run_kind(config))
+    assert seat.name == "judge-0" and seat.model.folder == (folder / "judge").resolve()
+
+
 # -- one question ----------------------------------------------------------------------------------
 
 
