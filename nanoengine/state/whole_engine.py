@@ -135,13 +135,14 @@ class Engine(StepEngine):
         that is kept already goes on, at this rate."""
         if self.average is None:
             self.average = resolve_name(_AVERAGE)(self.optimizer, rate)
+            # Of this engine alone: the update of those without an average is StepEngine's own.
+            self.update = self._update_both  # type: ignore[method-assign]
         self.average.rate = rate
 
-    def update(self) -> dict[str, float]:
+    def _update_both(self) -> dict[str, float]:
         """As `StepEngine.update`; the average follows."""
         told = super().update()
-        if self.average is not None:
-            self.average.follow()
+        self.average.follow()
         return told
 
     def average_logprobs(
