@@ -44,7 +44,7 @@ class Objective(ABC):
         """(examples, number of those that are too long). `ValueError` names what is wrong."""
 
     def engine_config(self, examples: Sequence[Example]) -> EngineConfig:
-        """What the engine is told; without examples, before they are read."""
+        """The options of the engine; without examples, before they are read."""
         return self.config.engine_config
 
     def build(self, folder: Path, config: EngineConfig, mesh: Mesh) -> Engine:
@@ -75,7 +75,7 @@ class Objective(ABC):
         return dict(result)
 
     def describe(self, row: Mapping[str, Any]) -> str:
-        """What the progress bar says of a step beside its loss; a blank ends it."""
+        """The text of the progress bar for a step, beside its loss; a blank ends it."""
         return ""
 
     def write(self, engine: Engine, mesh: Mesh, target: Path) -> None:

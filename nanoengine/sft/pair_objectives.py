@@ -56,7 +56,7 @@ file."""
 
 
 class PairObjective(Objective):
-    """What both have in common."""
+    """Reads pairs and has both samples of each in one micro-batch."""
 
     unit = "pairs"
     weight = staticmethod(num_pairs)

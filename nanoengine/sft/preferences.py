@@ -35,7 +35,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Preference:
-    """What a prompt was answered with, by messages; `chosen` is the better of the two."""
+    """A prompt and two answers, as messages; `chosen` is the better of the two."""
 
     prompt: list[Message]
     chosen: list[Message]

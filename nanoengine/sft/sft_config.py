@@ -122,7 +122,7 @@ class SftConfig(LayoutConfig):
 
     @property
     def engine_config(self) -> EngineConfig:
-        """What the training engine is told of them."""
+        """The options of the training engine."""
         return EngineConfig(
             dtype=self.dtype,
             lr=LEARNING_RATES[self.loss] if self.lr is None else self.lr,

@@ -58,7 +58,7 @@ class WeightAverage:
         self._optimizer.write_back()
 
     def pieces(self) -> Held:
-        """What this rank has of it, under the names of the whole model's parameters."""
+        """The part of this rank, under the names of the whole model's parameters."""
         found: Held = []
         for entry, mean in self._held:
             parameter = entry.slot.param

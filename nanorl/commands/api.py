@@ -151,7 +151,7 @@ def configured(model: str | None, env: Any, options: Mapping[str, Any]) -> tuple
 
 
 def _named(env: Any) -> tuple[str | list[str], Any]:
-    """What `--env` would be, and the object that goes along; several have a name each from the
+    """Say what `--env` would be, and the object that goes along; several have a name each from the
     start, since options are said by it. One object alone gets its name later."""
     if isinstance(env, list | tuple):
         if len(env) == 1:

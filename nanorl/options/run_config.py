@@ -178,7 +178,7 @@ class RunConfig:
 
     @property
     def envs(self) -> tuple[str, ...]:
-        """What `env` names, one by one; none where it is empty."""
+        """The environments that `env` names, one by one; none where it is empty."""
         return self.env if isinstance(self.env, tuple) else (self.env,) * bool(self.env)
 
     @property

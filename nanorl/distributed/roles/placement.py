@@ -127,7 +127,7 @@ class Places:
 
     @property
     def _without_judges(self) -> str:
-        """What else a user may do where judges want GPUs."""
+        """Say what else a user may do where judges want GPUs."""
         if not self._num_judges:
             return ""
         return ", or have judges on the CPU (--reward-args device=cpu) or at an address"

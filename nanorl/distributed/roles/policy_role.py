@@ -282,7 +282,7 @@ class RankedEngine:
         self._call_in_turn(PolicyRank.keep_average, rate)
 
     def _dealt(self, method: Callable[..., Any], samples: Sequence[Sample], *args: Any) -> Any:
-        """What the ranks say of their shares of the samples, in the order of the batch."""
+        """Gather what the ranks say of their shares of the samples, in the order of the batch."""
         dealt = self._deal(samples)
         return dealt.collect(
             self._call_each(method, lambda rank: (dealt.hand(samples, rank), *args))
