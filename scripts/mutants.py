@@ -239,7 +239,58 @@ AREAS |= {
         ),
     ),
 }
+AREAS |= {
+    "advantages": Area(
+        files=(
+            *("nanorl/algorithms/entropy_mask.py", "nanorl/algorithms/geometric_mean.py"),
+            *("nanorl/algorithms/length_reward.py", "nanorl/algorithms/pass_at_k.py"),
+            *("nanorl/algorithms/truncation.py", "nanorl/algorithms/distillation.py"),
+        ),
+        tests=(
+            *("test_entropy_mask", "test_geometric_mean", "test_length_reward", "test_pass_at_k"),
+            *("test_truncation", "test_recipe_references", "test_self_distillation"),
+            *("test_split_independence", "test_losses", "test_learner"),
+        ),
+    ),
+    "pairs": Area(
+        files=(
+            *("nanoengine/sft/objective.py", "nanoengine/sft/pair_*.py"),
+            *("nanoengine/sft/preferences.py", "nanoengine/state/weight_average.py"),
+            "nanorl/scorers/averaged_teacher.py",
+        ),
+        tests=(
+            *("test_pair_loss", "test_preferences", "test_weight_average", "test_pair_runs"),
+            *("test_self_distillation", "test_preference_chain", "test_sft_script"),
+        ),
+    ),
+    "diagnosis": Area(
+        files=("nanorl/observability/diagnosis/*.py", "nanorl/observability/alarms/alike.py"),
+        tests=("test_learning_doctor", "test_doctor"),
+    ),
+    "mixes": Area(
+        files=(
+            *("nanorl/envs/mix.py", "nanorl/options/env_mix.py", "nanorl/options/mixed_kit.py"),
+            *("nanorl/agents/mixed_agent.py", "nanorl/flow/difficulty_pools.py"),
+        ),
+        tests=("test_env_mix", "test_difficulty_pools", "test_several_environments"),
+    ),
+    "judges": Area(
+        files=(
+            *("nanorl/distributed/roles/judge_*.py", "nanorl/options/run_judges.py"),
+            "nanorl/envs/rewards/judge_costs.py",
+        ),
+        tests=("test_judge_roles", "test_judge_reward", "test_placement"),
+    ),
+    "evaluations": Area(
+        files=(
+            *("nanorl/run/running_evaluation.py", "nanorl/run/evaluation_beside.py"),
+            "nanorl/observability/report/rl_evaluations.py",
+        ),
+        tests=("test_running_evaluation", "test_report_html"),
+    ),
+}
 GROUPS = {
+    "learning": ("advantages", "pairs", "diagnosis", "mixes", "judges", "evaluations"),
     "clients": ("chat", "dialects", "serving", "folders", "outside"),
     "trust": (
         *("sandbox", "endpoint", "service", "store", "router", "supervision", "batching"),
@@ -299,6 +350,17 @@ NEAR = {
     "nanorl/observability/store/postgres.py": "test_store_postgres",
     "nanorl/serving/training_service/service_losses.py": "test_training_service_losses",
     "nanosched/ledger.py": "test_resources",
+    "nanorl/algorithms/entropy_mask.py": "test_entropy_mask",
+    "nanorl/algorithms/geometric_mean.py": "test_geometric_mean",
+    "nanorl/algorithms/length_reward.py": "test_length_reward",
+    "nanorl/algorithms/pass_at_k.py": "test_pass_at_k",
+    "nanorl/algorithms/truncation.py": "test_truncation",
+    "nanorl/algorithms/distillation.py": "test_recipe_references",
+    "nanoengine/sft/pair_loss.py": "test_pair_loss",
+    "nanoengine/sft/preferences.py": "test_preferences",
+    "nanoengine/sft": "test_pair_runs",
+    "nanoengine/state/weight_average.py": "test_weight_average",
+    "nanorl/flow/difficulty_pools.py": "test_difficulty_pools",
     "nanosched": "test_local_processes",
 }
 """The test file that is asked first, by the start of the changed file's name."""
