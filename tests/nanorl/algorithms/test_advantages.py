@@ -262,7 +262,9 @@ def test_the_reward_of_a_turn_without_tokens_goes_to_the_turn_before() -> None:
     close(of_turns.turn_token_rewards(turns, torch.zeros(4, dtype=torch.long)), [0, 0, 3.0, 0])
 
 
-@pytest.mark.parametrize("advantage", sorted(set(ADVANTAGES) - {"none", "gdpo", "hgpo"}))
+@pytest.mark.parametrize(
+    "advantage", sorted(set(ADVANTAGES) - {"none", "gdpo", "hgpo", "pass_at_k"})
+)
 def test_a_reward_on_the_last_turn_alone_is_the_outcome_bit_for_bit(advantage: Advantage) -> None:
     batch = turn_batch([[0.0, 0.0, 0.7], [0.0, 0.3]])
     got, _ = compute_advantages(by_turn(advantage), batch)
