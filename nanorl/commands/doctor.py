@@ -46,7 +46,9 @@ def doctor(
 
 
 def _of_run(run: Path, *, is_json: bool) -> int:
-    from nanorl.inspection.doctor.run_examination import examine_run  # here: it imports torch
+    # Here: they import torch.
+    from nanorl.inspection.doctor.run_examination import examine_run
+    from nanorl.observability.diagnosis.diagnosis import nothing_found
 
     record, findings = examine_run(run)
     is_ill = any(one.severity < Severity.NOTE for one in findings)
@@ -56,5 +58,6 @@ def _of_run(run: Path, *, is_json: bool) -> int:
             json_module.dumps(about | {"findings": [one.to_json() for one in findings]}, indent=2)
         )
     else:
-        print("\n".join([record.text(), findings_text(findings, len(findings))]).rstrip())
+        print(record.text())
+        print(findings_text(findings, len(findings)) or nothing_found(record))
     return int(is_ill)

@@ -61,6 +61,13 @@ def diagnose(record: RunRecord) -> list[Finding]:
     return in_order(found)
 
 
+def nothing_found(record: RunRecord) -> str:
+    """Say in words that there is no finding."""
+    if record.num_steps < LEAST_STEPS:
+        return f"too early to judge: it takes {LEAST_STEPS} steps"
+    return "its numbers show nothing that keeps it from learning"
+
+
 def _of_batches(record: RunRecord) -> list[Finding]:
     """Ask about the last rollouts by themselves, unless nearly all are right, or more than were."""
     late = record.late

@@ -737,7 +737,8 @@ def test_a_run_without_findings_ends_with_0(
     rng = random.Random(3)
     written(tmp_path, [lucky(rng, 0.2 + 0.1 * step, num=8) for step in range(7)])
     assert main(["doctor", str(tmp_path)]) == 0
-    assert "sampled success" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "sampled success" in text and "nothing that keeps it from learning" in text
     assert main(["doctor", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == {"run": str(tmp_path), "steps": 7, "is_ill": False, "findings": []}
@@ -767,3 +768,11 @@ def test_names_of_findings_are_those_of_the_page() -> None:
     page = (HERE.parents[2] / "docs" / "not_learning.md").read_text()
     for name in SIDES:
         assert f"`{name}`" in page, name
+
+
+def test_a_run_of_two_steps_is_told_that_it_is_too_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, [[[0.0] * 4] * 4] * 2)
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("too early to judge: it takes 3 steps\n")
