@@ -270,7 +270,7 @@ def _first_gap(record: RunRecord) -> Change | None:
     if record.curve:
         row = record.curve[0]
         return _between(row["heldout"], row["train"])
-    if record.before is None:
+    if record.before is None or not record.early.groups:
         return None
     unseen, groups = record.before.success, record.early.groups
     seen = share_of_tasks([float(all(one.is_success for one in group)) for group in groups])

@@ -267,6 +267,30 @@ def test_a_run_that_has_hardly_begun_is_told_nothing() -> None:
     }
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_run_has_lost_is_not_missed(seed: int) -> None:
+    """Rollouts that have expired, metrics of earlier versions, evaluations that were not made."""
+    rng = random.Random(seed)
+
+    def some(first: int) -> Window:
+        found = window(first, groups_of(lucky(rng, rng.random(), num=rng.choice([0, 1, 8]))))
+        kept = [name for name in found.rows[0] if name == "step" or rng.random() < 0.7]
+        rows = [{name: row[name] for name in kept} for row in found.rows]
+        return replace(found, rows=rows)
+
+    given = {
+        "before": greedy(rng.choice([0, 20, 40])),
+        "after": greedy(rng.choice([0, 20, 40])),
+        "curve": curve((0.3, 0.51), (0.3, 0.3)),
+        "greedy": rng.choice([MOVE, replace(MOVE, nats=float("nan"))]),
+        "tasks": {},
+    }
+    kept = {name: value for name, value in given.items() if rng.random() < 0.5}
+    one = record(some(0), some(8), **kept)
+    assert all(found.text() for found in diagnose(one))
+    assert one.text()
+
+
 def test_windows_are_the_first_and_the_last_third() -> None:
     assert windows(12) == (range(4), range(8, 12))
     assert windows(8) == (range(2), range(6, 8))
