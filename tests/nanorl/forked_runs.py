@@ -121,7 +121,7 @@ def _main(
     slow: Slow | None,
     limits: dict[str, int],
     environment: dict[str, str],
-    prepare: Callable[[], None] | None,
+    prepare: Callable[[], None] | None = None,
 ) -> None:
     import resource
 
