@@ -51,6 +51,13 @@ def test_the_other_bounds_by_hand() -> None:
     assert got.tolist() == pytest.approx([math.exp(-0.25)] * 2 + [-math.exp(-0.45)] * 2)
 
 
+def test_a_token_without_an_advantage_is_bounded_below_alone() -> None:
+    """log r of 1.0 with A = 0 and 0.1 with A = 1: the mean is (1.0 + 0.1) / 2."""
+    segments = (torch.ones(2), torch.tensor([0, 0]), 1)
+    got = gmpo(values(1.0, 0.1), torch.zeros(2), values(0, 1), segments)
+    assert got.tolist() == pytest.approx([0.0, -math.exp(0.55)])
+
+
 def test_tokens_that_nobody_sampled_are_no_part_of_the_mean() -> None:
     segments = (values(1, 0, 1), torch.tensor([0, 0, 0]), 1)
     got = gmpo(values(0.1, 0.4, 0.3), torch.zeros(3), values(1, 1, 1), segments)

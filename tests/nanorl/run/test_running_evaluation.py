@@ -163,6 +163,8 @@ def test_a_run_that_looks_computes_what_one_computes_that_does_not(
         assert fingerprints(tmp_path / "run", step) == fingerprints(plain, step)
     assert [row["step"] for row in summary["evaluations"]] == [0, 2, 4, 5]
     assert summary["best_step"] == 2  # the first of two that are equally good
+    seconds = [row["seconds"] for row in summary["evaluations"]]
+    assert min(seconds) > 0 and sum(seconds) < summary["wall_s"]
     assert "evaluations" not in json.loads((plain / "summary.json").read_text())
     page = (tmp_path / "run" / "report.html").read_text()
     assert "While it learnt" in page and "after 2 steps: 50.0%" in page
