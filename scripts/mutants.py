@@ -320,6 +320,7 @@ NEAR = {
     "nanorl/agents/endpoint/recording.py": "test_recording",
     "nanorl/agents/concurrency.py": "test_concurrency",
     "nanorl/flow/curriculum.py": "test_curriculum",
+    "nanorl/flow/difficulty_pools.py": "test_difficulty_pools",
     "nanorl/flow/staleness.py": "test_staleness",
     "nanorl/flow": "test_transfer_queue",
     "nanorl/distributed/roles/cluster.py": "test_cluster_runs",
@@ -360,7 +361,6 @@ NEAR = {
     "nanoengine/sft/preferences.py": "test_preferences",
     "nanoengine/sft": "test_pair_runs",
     "nanoengine/state/weight_average.py": "test_weight_average",
-    "nanorl/flow/difficulty_pools.py": "test_difficulty_pools",
     "nanosched": "test_local_processes",
 }
 """The test file that is asked first, by the start of the changed file's name."""

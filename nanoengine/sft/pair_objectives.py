@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,9 +89,9 @@ class PairObjective(Objective):
             raise ValueError("chosen and rejected share no token, so they answer no same prompt")
         return pair
 
+    @abstractmethod
     def sample(self, tokenizer: ChatTokenizer, pair: Preference, answer: list[Message]) -> Sample:
         """The sample of one of the answers."""
-        raise NotImplementedError
 
     def engine_config(self, examples: Sequence[Example]) -> EngineConfig:
         """A budget that no pair exceeds, for a pair is not cut."""

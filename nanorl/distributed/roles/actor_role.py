@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -275,3 +275,9 @@ async def heard(future: Any) -> Any:
         return await future
     except (TaskError, WorkerDied) as error:
         return error
+
+
+async def ended(call: Any) -> None:
+    """Wait for a call whose actor may be dead; its successor, if any, is told anyhow."""
+    with suppress(WorkerDied):
+        await call

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from nanoengine.optim import DTYPES
-from nanorl.distributed.roles.actor_role import ActorRole
+from nanorl.distributed.roles.actor_role import ActorRole, ended
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.judge_role import JudgeRole
 from nanorl.distributed.roles.judge_routers import JudgeClients
@@ -24,7 +23,7 @@ from nanorl.distributed.roles.role_starter import RoleStarter
 from nanorl.envs.rewards.judge_models import JudgeModel
 from nanorl.options.parts import num_threads
 from nanorl.options.run_judges import JudgeSeat
-from nanosched import ActorHandle, WorkerDied
+from nanosched import ActorHandle
 
 
 class JudgeSet:
@@ -61,7 +60,7 @@ class JudgeSet:
         if not self._seats:
             return
         asked = [handle.call(JudgeRole.abort) for handle in self._serving.values()]
-        await asyncio.gather(*(_ended(one) for one in asked))
+        await asyncio.gather(*(ended(one) for one in asked))
         known = None
         while known != self._serving:  # until nobody has come or gone meanwhile
             known = dict(self._serving)
@@ -77,7 +76,7 @@ class JudgeSet:
             await handle.call(JudgeRole.heartbeat)
         self._serving[name] = handle
         if self._collector is not None and (collector := self._collector.current) is not None:
-            await _ended(collector.call(CollectorRole.set_judges, self._clients()))
+            await ended(collector.call(CollectorRole.set_judges, self._clients()))
         return handle
 
     def _recipe(self, seat: JudgeSeat, *, is_on_gpu: bool) -> ReplicaRecipe:
@@ -98,9 +97,3 @@ class JudgeSet:
         for name, handle in self._serving.items():
             clients.setdefault(self._seats[name].model, {})[name] = ActorClient(handle)
         return clients
-
-
-async def _ended(call: Any) -> None:
-    """Wait for a call whose actor may be dead; its successor is told anyhow."""
-    with suppress(WorkerDied):
-        await call

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from nanoengine.optim import DTYPES
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.plan.footprint import weight_bytes
-from nanorl.distributed.roles.actor_role import ActorRole
+from nanorl.distributed.roles.actor_role import ActorRole, ended
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.device_turns import DeviceTurns
 from nanorl.distributed.roles.http_replica import HttpReplica
@@ -228,7 +228,7 @@ class ReplicaSet:
                     await self._catch_up(name, handle)
                 self.serving[name] = handle
         if (collector := self.collector.current) is not None:
-            await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
+            await ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
 
     def _recipe(self) -> ReplicaRecipe:
@@ -285,7 +285,7 @@ class ReplicaSet:
         handle = self.serving.pop(name, None) or self._joining.pop(name, None)
         if handle is not None:
             await self._tell_collector()
-            await _ended(handle.call(Replica.drain))
+            await ended(handle.call(Replica.drain))
             async with self._publishing:  # others may be in the middle of taking weights with it
                 self._starter.scheduler.kill(handle)
                 self.transport.remove(name)
@@ -358,15 +358,9 @@ class ReplicaSet:
     async def ask_all(self, method: Callable[..., Any]) -> None:
         """Ask all that serve; what a dead one does not hear its successor need not know."""
         asked = [handle.call(method) for handle in self.serving.values()]
-        await asyncio.gather(*(_ended(one) for one in asked))
+        await asyncio.gather(*(ended(one) for one in asked))
 
     def close(self) -> None:
         """Close the transport, if there is one."""
         if self._transport is not None:
             self._transport.close()
-
-
-async def _ended(call: Any) -> None:
-    """Wait for a call whose actor may be dead; its successor, if any, is told anyhow."""
-    with suppress(WorkerDied):
-        await call
