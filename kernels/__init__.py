@@ -15,7 +15,7 @@ Everything else is in a folder, imported when it is first asked for:
   (a GPU's kernels) and `gpu/` (what their host prepares), `torch/` (definitions, and the way
   without a kernel);
 * ops of a layer that the dense model's own way does without: `paged/` (attention over the cache,
-  writing to it), `varlen/` (bounds of keys, lse, other masks);
+  writing to it), `varlen/` (bounds of keys, lse, other masks), `vision/` (a vision tower's);
 * other ops: `moe/` (mixture of experts), `quantized/` (fp8 and int8 weights), `logits/` (their
   log-probs, sampling on a GPU, the likeliest tokens), `returns/` (advantages of PPO), `transport/`
   (checksums of weights that move).
@@ -51,6 +51,7 @@ _ELSEWHERE = {
     "geglu": "kernels.torch.geglu:geglu",
     "grouped_gemm": "kernels.moe.grouped_gemm:grouped_gemm",
     "int8_linear": "kernels.quantized.int8:int8_linear",
+    "linear_kept_logprob": "kernels.logits.kept:linear_kept_logprob",
     "linear_topk": "kernels.logits.topk:linear_topk",
     "log_softmax_batch_invariant": "kernels.logits.batch_invariant:log_softmax_batch_invariant",
     "logits_logprob": "kernels.logits.logprob:logits_logprob",
@@ -71,7 +72,8 @@ __all__ = [
     "Int8Weight", "SampleOutput", "add_rms_norm", "add_rows_", "apply_penalties_", "apply_rope",
     "apply_token_bitmask_", "dequantize_fp8", "flash_attn_varlen", "fp8_linear", "fused_adamw_",
     "fused_moe", "gae", "gather_rows", "geglu", "grouped_gemm", "int8_linear", "linear",
-    "linear_logprob", "linear_topk", "log_softmax_batch_invariant", "logits_logprob",
+    "linear_kept_logprob", "linear_logprob", "linear_topk", "log_softmax_batch_invariant",
+    "logits_logprob",
     "make_kv_cache", "make_paged_plan", "make_row_gather", "make_tensor_table",
     "make_varlen_plan", "moe_align", "pack_int8", "pack_weight", "paged_attention",
     "paged_attention_decode", "qk_norm_rope", "quantize_fp8", "reshape_and_cache", "rms_norm",

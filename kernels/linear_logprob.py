@@ -91,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
         chunks = ChunkLogits(hidden, head, packed, options)
         ctx.sums = None
         if expected is not None and any(ctx.needs_input_grad):
-            ctx.sums = _Gradients(hidden, weight, head, options, ctx.needs_input_grad[1])
+            ctx.sums = HeadGradients(hidden, weight, head, options, ctx.needs_input_grad[1])
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
             h = hidden[rows].to(options.dtype)
@@ -99,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
             parts.append(chunk_stats(logits, token_ids[rows], options))
             if ctx.sums is not None:  # while the logits are there
                 lse = parts[-1][1]
-                dlogits = _chunk_gradient(
+                dlogits = chunk_gradient(
                     logits, token_ids[rows], lse, None, expected[rows], None, options
                 )
                 ctx.sums.add(rows, dlogits, h)
@@ -125,7 +125,7 @@ class _LinearLogprob(torch.autograd.Function):
         head = weight.to(options.dtype)
         sums, ctx.sums = ctx.sums, None  # a second backward pass starts from nothing
         if sums is None:
-            sums = _Gradients(hidden, weight, head, options, ctx.needs_input_grad[1])
+            sums = HeadGradients(hidden, weight, head, options, ctx.needs_input_grad[1])
         else:  # what the forward pass has not added yet: nothing, where it expected the truth
             dlogp = -expected if dlogp is None else dlogp - expected
         chunks = ChunkLogits(hidden, head, ctx.packed, options)
@@ -137,7 +137,7 @@ class _LinearLogprob(torch.autograd.Function):
             h = hidden[rows].to(options.dtype)
             h_rows = entropy[rows] if options.wants_entropy else None
             logits = chunks.multiply(h)
-            dlogits = _chunk_gradient(
+            dlogits = chunk_gradient(
                 logits, token_ids[rows], lse[rows], h_rows, by_logp, by_entropy, options
             )
             sums.add(rows, dlogits, h)
@@ -145,7 +145,7 @@ class _LinearLogprob(torch.autograd.Function):
         return sums.dhidden, sums.of_weight(), None, None, None, None
 
 
-class _Gradients:
+class HeadGradients:
     """The sums by the hidden states, and by the weight where `needs_weight`: in its `main_grad` if
     it has one, else in a buffer."""
 
@@ -230,7 +230,7 @@ def _first_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
     )
 
 
-def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
+def chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
     """The gradient by the logits, in their memory: they are read for the last time."""
     arguments = (logits, token_ids, options.temperature, lse, entropy, dlogp, dentropy)
     if options.path == "cpp":

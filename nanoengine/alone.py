@@ -54,7 +54,8 @@ class Alone:
         self, models: Sequence[Transformer], config: EngineConfig, dtype: torch.dtype
     ) -> FlatAdamW:
         """The optimizer of the parts of the model that are here."""
-        made: FlatAdamW = resolve_name(_ADAMW)(models, config, dtype=dtype)
+        kind = getattr(models[0], "adamw", _ADAMW)  # a model that sees has its own
+        made: FlatAdamW = resolve_name(kind)(models, config, dtype=dtype)
         return made
 
     def scorer(self, model: Transformer, config: EngineConfig) -> PassScorer:

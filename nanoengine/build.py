@@ -21,8 +21,15 @@ from typing import cast
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.formats.hf import check_memory, load_model, load_stages, read_state, say_limit
-from nanoengine.heads.value_engine import ValueEngine, ValueModel
+from nanoengine.formats.hf import (
+    check_memory,
+    load_model,
+    load_stages,
+    model_class,
+    read_state,
+    say_limit,
+)
+from nanoengine.heads.value_engine import ValueEngine, value_model
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
@@ -89,7 +96,7 @@ def build_value_engine(
     samples and tokens out (dp, cp, ZeRO); `ValueError` for one that splits the model."""
     mesh = Mesh.alone() if mesh is None else mesh
     policy = load_model(folder, device=str(mesh.device))
-    return ValueEngine(ValueModel(policy), config, mesh)
+    return ValueEngine(value_model(policy), config, mesh)
 
 
 def _make_models(shape: ModelConfig, mesh: Mesh, split: SplitConfig) -> Sequence[Transformer]:
@@ -98,4 +105,5 @@ def _make_models(shape: ModelConfig, mesh: Mesh, split: SplitConfig) -> Sequence
     experts = ExpertParallel.of(mesh, shape)
     if mesh.size("pp") > 1:
         return make_stages(mesh, shape, split.chunks, split=matrices, experts=experts)
-    return [Transformer(shape, device=str(mesh.device), split=matrices, experts=experts)]
+    device = str(mesh.device)
+    return [model_class(shape)(shape, device=device, split=matrices, experts=experts)]

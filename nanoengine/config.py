@@ -12,6 +12,7 @@ from typing import Literal
 
 Schedule = Literal["constant", "cosine", "linear"]
 Dtype = Literal["fp32", "bf16", "fp64"]
+VisionTrain = Literal["all", "merger", "none"]
 
 _CHECKS = {  # `ValueError` for what cannot be
     "update": "nanoengine.plan.option_checks:check_update",
@@ -87,6 +88,10 @@ class EngineConfig(AdamWConfig, ComputeConfig):
     """What the data-parallel ranks share: 1 optimizer state, 2 gradients too, 3 parameters too."""
     bucket_bytes: int = 25_000_000
     """Bytes of gradients that travel together; 0 sends each layer alone."""
+    vision_train: VisionTrain = "all"
+    """Parts of a vision tower that are trained: all, its mergers alone, or none."""
+    vision_lr: float | None = None
+    """Learning rate of the tower, by the same schedule; None: that of the rest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,15 +20,19 @@ Legend: N rows the model reads, T predictions, P counted ones, Q distinct ones o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
 from kernels.memory import to_device, to_host
 from nanoengine.prefix_tree import added_rows, cut, depth_first, lay_out
+from nanoengine.spans import ImageSpan, content_ids
+
+_CHECK_SPANS = "nanoengine.vision.span_checks:check_spans"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +60,9 @@ class Sample:
     `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
     `group` names samples that may share the forward pass of their common leading tokens. `targets`,
     where given, are scored in place of `tokens`: at t the token `targets[t]`. `top`, where given,
-    are tokens that are scored beside them. `kind` is that of its task, for a scorer that asks
-    another model about each.
+    are tokens that are scored beside them. `kept[t]`, where given, is all that `tokens[t]` was
+    drawn from, the vocabulary where empty. `images` are the pictures among `tokens`, in order.
+    `kind` is its task's, for scorers that ask by kind.
     """
 
     tokens: list[int]
@@ -66,23 +71,25 @@ class Sample:
     group: str | None = None
     targets: list[int] | None = None
     top: TopTokens | None = None
+    kept: list[list[int]] | None = None
+    images: Sequence[ImageSpan] = ()
     kind: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if n < 2:
             raise ValueError(f"a sample has {n} token(s): it needs at least 2 (one is predicted)")
-        if len(self.loss_mask) != n:
-            raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {n} tokens")
-        if self.targets is not None and len(self.targets) != n:
-            raise ValueError(f"targets has {len(self.targets)} entries for {n} tokens")
+        lists: dict[str, Sized | None] = {f"field {k!r}": x for k, x in self.fields.items()}
+        lists |= {"loss_mask": self.loss_mask, "targets": self.targets, "kept": self.kept}
+        for name, values in lists.items():
+            if values is not None and len(values) != n:
+                raise ValueError(f"{name} has {len(values)} entries for {n} tokens")
         if self.top is not None and not len(self.top.ids) == len(self.top.logps) == n:
             raise ValueError(f"top has {len(self.top.ids)} entries for {n} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is set: the first token has nothing to predict it from")
-        for name, values in self.fields.items():
-            if len(values) != n:
-                raise ValueError(f"field {name!r} has {len(values)} entries for {n} tokens")
+        if self.images:
+            resolve_name(_CHECK_SPANS)(self.tokens, self.loss_mask, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +130,8 @@ class MicroBatch:
     top_ids_TK: Tensor | None = None  # int64, of `Sample.top`
     top_logp_TK: Tensor | None = None  # fp32, likewise
     own_top_logp_TK: Tensor | None = None  # the model's of the same tokens, which engines fill in
+    kept_T: list[list[int]] | None = None  # of `Sample.kept`
+    images: list[Sequence[ImageSpan]] | None = None  # of each sample of `index`; None: no pictures
 
     @property
     def num_rows(self) -> int:
@@ -177,7 +186,7 @@ def make_micro_batches(
 
 def _trees(samples: Sequence[Sample], max_tokens: int, share_prefix: bool) -> Iterator[_Tree]:
     for members in groups_of(samples) if share_prefix else [[i] for i in range(len(samples))]:
-        rows = [read_tokens(samples[i]) for i in members]
+        rows = [read_keys(samples[i]) for i in members]
         for part in cut(rows, depth_first(rows), max_tokens):
             num_rows = sum(added_rows([rows[k] for k in part]))
             yield _Tree(tuple(members[k] for k in part), num_rows)
@@ -191,9 +200,10 @@ def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
     return list(groups.values())
 
 
-def read_tokens(sample: Sample) -> list[int]:
-    """The tokens of a sample that the model reads: its last token is only predicted."""
-    return sample.tokens[:-1]
+def read_keys(sample: Sample) -> list[int]:
+    """The content ids that the model reads of a sample: its last token is only predicted."""
+    ids = content_ids(sample.tokens, sample.images) if sample.images else sample.tokens
+    return ids[:-1]
 
 
 def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
@@ -218,13 +228,16 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
     index: list[int] = []
 
     for tree in trees:
-        layout = lay_out([read_tokens(samples[i]) for i in tree.members])
+        layout = lay_out([read_keys(samples[i]) for i in tree.members])
         first, first_segment = len(ids), len(prefix_of)
         ids += layout.ids
         positions += layout.positions
         cu_seqlens += [first + start for start in [*layout.starts[1:], len(layout.ids)]]
         prefix_of += [-1 if p < 0 else first_segment + p for p in layout.parents]
         for i, path in zip(tree.members, layout.paths, strict=True):
+            for span in samples[i].images:  # placeholders in place of content ids
+                for t in range(span.start, min(span.end, len(path))):
+                    ids[first + path[t]] = samples[i].tokens[t]
             rows += [first + row for row in path]
             starts.append(len(rows))
             index.append(i)
@@ -238,9 +251,11 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
     counted_P = loss_mask_T.nonzero().squeeze(1)
     has_tree = any(len(tree.members) > 1 for tree in trees)
     top_ids_TK, top_logp_TK = _top_tokens([samples[i] for i in index])
+    kept_T = _kept_tokens([samples[i] for i in index])
     scored_Q, copy_of_P = None, None
     if has_tree:
-        scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids, top_ids_TK)
+        beside = kept_T if top_ids_TK is None else top_ids_TK.tolist()
+        scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids, beside)
     place = {i: rank for rank, i in enumerate(sorted(index))}
     sequence_ids = [i for i in index for _ in samples[i].tokens[1:]]
     lengths = [end - begin for begin, end in pairwise(cu_seqlens)]
@@ -266,6 +281,8 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
         starts=starts,
         top_ids_TK=top_ids_TK,
         top_logp_TK=top_logp_TK,
+        kept_T=kept_T,
+        images=_pictures([samples[i] for i in index]),
     )
 
 
@@ -278,16 +295,26 @@ def _top_tokens(samples: Sequence[Sample]) -> tuple[Tensor, Tensor] | tuple[None
     return ids_TK, torch.cat([top.logps[1:].to(torch.float32) for top in tops])
 
 
+def _kept_tokens(samples: Sequence[Sample]) -> list[list[int]] | None:
+    """`MicroBatch.kept_T`; nothing where the samples have none."""
+    if not any(sample.kept for sample in samples):
+        return None
+    return [ids for one in samples for ids in (one.kept or [[]] * len(one.tokens))[1:]]
+
+
+def _pictures(samples: Sequence[Sample]) -> list[Sequence[ImageSpan]] | None:
+    return [one.images for one in samples] if any(one.images for one in samples) else None
+
+
 def _distinct(
-    counted_P: Tensor, rows: list[int], target_ids: list[int], top_ids_TK: Tensor | None
+    counted_P: Tensor, rows: list[int], target_ids: list[int], beside_T: list[list[int]] | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """`MicroBatch.scored_Q` and `copy_of_P`; nothing where no two counted entries are the same."""
     scored: list[int] = []
     place: dict[tuple[int, ...], int] = {}
     copies: list[int] = []
     for entry in counted_P.tolist():
-        beside = () if top_ids_TK is None else top_ids_TK[entry].tolist()
-        prediction = rows[entry], target_ids[entry], *beside
+        prediction = rows[entry], target_ids[entry], *(beside_T[entry] if beside_T else ())
         if prediction not in place:
             place[prediction] = len(scored)
             scored.append(entry)

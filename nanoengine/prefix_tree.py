@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Rows = Sequence[int]  # the tokens that the model reads of a sequence
+Rows = Sequence[int]  # what the model reads of a sequence, as content ids (spans.py)
 
 
 @dataclass(frozen=True, kw_only=True)

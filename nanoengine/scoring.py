@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 
+_KEPT = "nanoengine.heads.kept_tokens:kept_logprobs"
+_SEEN = "nanoengine.vision.seen_samples:seen_in"
 _ROWS_OF_A_PASS = "nanoengine.plan.footprint:rows_of_a_pass"
 
 
@@ -41,6 +43,8 @@ class Part:
     scored: Tensor | None = None  # of those the distinct ones; None: all
     copy_of: Tensor | None = None  # which of the distinct ones each counted one is
     top_ids: Tensor | None = None  # further tokens to score at each target, [targets, K]
+    kept: list[list[int]] | None = None  # what the distribution of each target is over
+    seen: Any = None  # what rows of pictures read (vision/seeing_transformer.py)
 
 
 class PartScores(NamedTuple):
@@ -121,12 +125,7 @@ class PassScorer:
         leaves 0 where the loss mask is 0. Differentiable; `foresight`, of predictions that are
         masked and without entropy, saves time."""
         part = self.part(micro)
-        hidden_ND = self.model(
-            part.ids_N,
-            part.positions_N,
-            part.context,
-            activation_checkpointing=self._checkpoints_activations,
-        )
+        hidden_ND = self.hidden(part)
         expected = None
         if foresight is not None and part.top_ids is None:
             expected = foresight.grad(part)
@@ -139,6 +138,17 @@ class PassScorer:
             expected_grad=expected,
         )
 
+    def hidden(self, part: Part) -> Tensor:
+        """The final hidden states of the rows that are read."""
+        hidden_ND: Tensor = self.model(
+            part.ids_N,
+            part.positions_N,
+            part.context,
+            activation_checkpointing=self._checkpoints_activations,
+            **({} if part.seen is None else {"rows": part.seen}),
+        )
+        return hidden_ND
+
     def part(self, micro: MicroBatch) -> Part:
         """The rows of a micro-batch that the model reads, with the context in which its rows see
         each other."""
@@ -147,16 +157,14 @@ class PassScorer:
         )
         if micro.prefix_of_S is not None:
             context = SharedPrefixContext(micro.bounds, micro.prefix_of_S)
+        positions_N, seen = micro.positions_N, None
+        if micro.images is not None:
+            positions_N, seen = resolve_name(_SEEN)(self.model, micro)
+        read = (micro.ids_N, positions_N, context)
         predicted = (micro.rows_T, micro.target_ids_T, micro.counted_P)
         distinct = (micro.scored_Q, micro.copy_of_P)
-        return Part(
-            micro.ids_N,
-            micro.positions_N,
-            context,
-            *predicted,
-            *distinct,
-            top_ids=micro.top_ids_TK,
-        )
+        kept, top_ids = micro.kept_T, micro.top_ids_TK
+        return Part(*read, *predicted, *distinct, top_ids=top_ids, kept=kept, seen=seen)
 
     def score(
         self,
@@ -169,21 +177,22 @@ class PassScorer:
         expected_grad: Tensor | None = None,
     ) -> PartScores:
         """logp_T and entropy_T of the micro-batch's predictions from the final hidden states."""
-        rows, targets = part.rows, part.target_ids
+        rows, targets, kept = part.rows, part.target_ids, part.kept
         if part.top_ids is not None:
             targets = torch.cat([targets.unsqueeze(1), part.top_ids], 1)
         if only_masked:  # a row costs the head a whole vocabulary: prompts never get there
             picked = part.counted if part.scored is None else part.scored
             rows = picked if rows is None else rows[picked]
             targets = targets[picked]
+            kept = kept and [kept[i] for i in picked.tolist()]
         hidden_PD = hidden_ND if rows is None else hidden_ND.index_select(0, rows)
         options = LogprobOptions(temperature, entropy, expected_grad)
-        logp, entropies = self.model.logprobs(hidden_PD, targets, options)
-        scored = [logp] if entropies is None else [logp, entropies]
+        logprobs = resolve_name(_KEPT)(self.model, kept) if kept else self.model.logprobs
+        scored = [x for x in logprobs(hidden_PD, targets, options) if x is not None]
         if only_masked:
             scored = [_spread(values, part) for values in scored]
         scored = [self.whole(values, part) for values in scored]
-        entropy_T = scored[1] if entropies is not None else None
+        entropy_T = scored[1] if entropy else None
         if part.top_ids is None:
             return PartScores(scored[0], entropy_T)
         return PartScores(scored[0][:, 0], entropy_T, scored[0][:, 1:])

@@ -46,7 +46,7 @@ class Match:
 class Block:
     """One page of the cache: how many sequences hold it, and what is known of its content."""
 
-    __slots__ = ("block_id", "digest", "parent", "ref_count", "token_ids")
+    __slots__ = ("block_id", "digest", "keys", "parent", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -55,18 +55,18 @@ class Block:
 
     def forget_content(self) -> None:
         self.parent = b""  # digest of all blocks before it
-        self.token_ids: tuple[int, ...] = ()  # computed and committed; none: nothing is known
+        self.keys: tuple[int, ...] = ()  # content ids, computed and committed; none: unknown
         self.digest: bytes | None = None  # of a full block that others can share
 
     @property
     def is_known(self) -> bool:
         """True if others can find it by its content."""
-        return bool(self.token_ids)
+        return bool(self.keys)
 
     @property
     def sibling_key(self) -> tuple[bytes, int]:
-        """Blocks with the same key continue the same text with the same token."""
-        return (self.parent, self.token_ids[0])
+        """Blocks with the same one continue the same text with the same token."""
+        return (self.parent, self.keys[0])
 
 
 class BlockManager:
@@ -108,14 +108,14 @@ class BlockManager:
     # Digests
 
     def digests(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Chained digests of the first `num_blocks` blocks of `seq.ids`, all of them full."""
+        """Chained digests of the first `num_blocks` blocks of `seq.keys`, all of them full."""
         root = self._root(seq)
         if seq.salt != root:
             seq.salt, seq.digests = root, []
         for i in range(len(seq.digests), num_blocks):
             lo = i * self.block_size
             parent = seq.digests[-1] if seq.digests else root
-            seq.digests.append(_digest(parent, seq.ids[lo : lo + self.block_size]))
+            seq.digests.append(_digest(parent, seq.keys[lo : lo + self.block_size]))
         return seq.digests[:num_blocks]
 
     def _root(self, seq: Sequence) -> bytes:
@@ -125,18 +125,18 @@ class BlockManager:
         return hashlib.blake2b(self._salt + seq.cache_key, digest_size=16).digest()
 
     def prompt_keys(self, seq: Sequence) -> list[bytes]:
-        """Digests of all blocks that a prefill of `seq.ids` computes, the last of them not full."""
+        """Digests of all blocks that a prefill of `seq` computes, the last of them not full."""
         num_full, rest = divmod(len(seq.ids), self.block_size)
         keys = self.digests(seq, num_full)
         if rest:
             parent = keys[-1] if keys else self._root(seq)
-            keys = [*keys, _digest(parent, seq.ids[-rest:])]
+            keys = [*keys, _digest(parent, seq.keys[-rest:])]
         return keys
 
     # Prefix cache
 
     def match(self, seq: Sequence) -> Match:
-        """The longest cached prefix of `seq.ids` within `seq.cache_limit`."""
+        """The longest cached prefix of `seq.keys` within `seq.cache_limit`."""
         if not self.prefix_caching:
             return Match()
         limit = seq.cache_limit
@@ -149,7 +149,7 @@ class BlockManager:
             table.append(block_id)
         start = len(table) * self.block_size
         parent = digests[len(table) - 1] if table else self._root(seq)
-        rest = tuple(seq.ids[start : min(start + self.block_size, limit)])
+        rest = tuple(seq.keys[start : min(start + self.block_size, limit)])
         copy_from, num_copied = self._best_sibling(parent, rest)
         return Match(table, copy_from, num_copied)
 
@@ -159,7 +159,7 @@ class BlockManager:
         if siblings is None:
             return best
         for block_id in islice(reversed(siblings), _MAX_SIBLINGS):
-            common = _common_prefix(self._blocks[block_id].token_ids, rest)
+            common = _common_prefix(self._blocks[block_id].keys, rest)
             if common > best[1]:
                 best = (block_id, common)
             if common == len(rest):
@@ -175,21 +175,21 @@ class BlockManager:
         size = self.block_size
         digests = self.digests(seq, seq.num_computed_tokens // size)
         for i in range(seq.num_committed_tokens // size, self.blocks_for(seq.num_computed_tokens)):
-            token_ids = tuple(seq.ids[i * size : min((i + 1) * size, seq.num_computed_tokens)])
+            keys = tuple(seq.keys[i * size : min((i + 1) * size, seq.num_computed_tokens)])
             parent = digests[i - 1] if i else self._root(seq)
             digest = digests[i] if i < len(digests) else None
-            self._register(self._blocks[seq.block_table[i]], parent, token_ids, digest)
+            self._register(self._blocks[seq.block_table[i]], parent, keys, digest)
         seq.num_committed_tokens = seq.num_computed_tokens
 
     def _register(
-        self, block: Block, parent: bytes, token_ids: tuple[int, ...], digest: bytes | None
+        self, block: Block, parent: bytes, keys: tuple[int, ...], digest: bytes | None
     ) -> None:
         """Let a block be found by its content. It has a digest if it is full."""
         block_id = block.block_id
         if digest is not None and self._by_digest.setdefault(digest, block_id) != block_id:
             self._forget(block)  # a twin was there first; this one is not worth keeping
             return
-        block.parent, block.token_ids, block.digest = parent, token_ids, digest
+        block.parent, block.keys, block.digest = parent, keys, digest
         self._siblings[block.sibling_key][block_id] = None
 
     def _forget(self, block: Block) -> None:
@@ -266,8 +266,8 @@ class BlockManager:
         self._blocks[block_id].ref_count += 1
 
 
-def _digest(parent: bytes, tokens: list[int]) -> bytes:
-    data = parent + np.asarray(tokens, dtype=np.int64).tobytes()
+def _digest(parent: bytes, keys: list[int]) -> bytes:
+    data = parent + np.asarray(keys, dtype=np.int64).tobytes()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

@@ -158,7 +158,7 @@ class LLMEngine(EngineCore):
         """`ValueError` for a request that could never run, or go on from what is `sampled`, naming
         what and why."""
         if not params.is_plain or params.stop_token_ids:
-            self._processor.check(params, self._eos_ids, self.tokenizer)
+            self._processor.check(ids, params, self._eos_ids, self.tokenizer)
         if len(ids) == 0:
             raise ValueError("ids: empty prompt; give at least one token")
         self._check_tokens("ids", ids)

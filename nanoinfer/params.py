@@ -11,9 +11,11 @@ from numbers import Integral
 from pkgutil import resolve_name
 from typing import Literal
 
+from nanoengine.spans import ImageSpan
+
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
-LogpsMode = Literal["tempered", "raw"]
+LogpsMode = Literal["tempered", "raw", "kept"]
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # logits over it stay far inside fp32
 _CHECK_GRAMMAR = "nanoinfer.options.param_checks:check_grammar"
@@ -69,8 +71,9 @@ class SamplingParams:
     skip_special: bool = True  # control tokens are left out of `Output.text`
     top_logps: int = 0  # so many likeliest tokens are reported at each position
     prompt_logps: bool = False  # score the prompt too; it is then never taken from the cache
-    logps_mode: LogpsMode = "tempered"  # what a trainer needs; "raw" reports those of temperature 1
+    logps_mode: LogpsMode = "tempered"  # what a trainer needs; see `Output.logps`
     adapter: str = ""  # a LoRA adapter that the engine has loaded; empty: the model alone
+    images: tuple[ImageSpan, ...] = ()  # the pictures among the tokens of the prompt, in order
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "seed", "n", "top_logps"):
@@ -130,7 +133,7 @@ class Output:
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     """Nats, fp32, of the whole vocabulary before any edit or truncation: of the tempered
-    distribution, or of the model's own where `logps_mode` is "raw"."""
+    distribution, of the model's own where `logps_mode` is "raw"; after truncation where "kept"."""
     versions: list[int] = field(default_factory=list)  # policy version that sampled each token
     cache_versions: list[int] = field(default_factory=list)
     """For each token the oldest policy version among the keys and values that it was sampled over:

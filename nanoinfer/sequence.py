@@ -36,6 +36,7 @@ class Sequence:
         self.priority = priority
         self.params = params
         self.ids = list(ids)
+        self.keys = self.ids  # content ids (nanoengine/spans.py): what caches compare
         self.num_prompt = len(ids)
         self.logps: list[float] = []
         self.sampled_logps: list[float] = []

@@ -19,6 +19,8 @@ batch_metrics.py    what a batch says of itself, and how far the two engines are
 learner.py          samples become an optimizer step, and its weights the rollout engine's
 
 plugins.py, bounds.py, unpacking.py   code that a user names, what a number may be, bytes of others
+rollout_json.py     a rollout as JSON, for who sends or keeps one
+shown_pictures.py   pictures among tokens, as people read them
 cli.py, serve_training.py, version.py   the doors of the shell
 
 The rooms, from the bottom up; none imports one above it (scripts/book.py):
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from nanorl.commands.api import TrainedRun, evaluate, export, train
     from nanorl.commands.rehearsal import Rehearsal, rehearse
     from nanorl.envs.env import Env, final_answer, last_number
+    from nanorl.envs.images import Image
     from nanorl.envs.rewards.base import Score, Transcript
     from nanorl.envs.rewards.judge import JudgeReward
     from nanorl.envs.rewards.math_reward import MathReward
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from nanorl.envs.tools.base import ToolError
     from nanorl.envs.tools.mcp import mcp_tools
     from nanorl.envs.tools.python import python
+    from nanorl.envs.tools.python_pictures import PythonPictures
     from nanorl.envs.tools.workspace import bash, edit, python_session, read, submit, write
     from nanorl.task import Task
     from nanorl.types import InfrastructureError, Rollout
@@ -66,10 +70,12 @@ if TYPE_CHECKING:
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
     "Env": "nanorl.envs.env:Env",
+    "Image": "nanorl.envs.images:Image",
     "InfrastructureError": "nanorl.types:InfrastructureError",
     "JudgeReward": "nanorl.envs.rewards.judge:JudgeReward",
     "MathReward": "nanorl.envs.rewards.math_reward:MathReward",
     "ModelReward": "nanorl.envs.rewards.reward_model:ModelReward",
+    "PythonPictures": "nanorl.envs.tools.python_pictures:PythonPictures",
     "Rehearsal": "nanorl.commands.rehearsal:Rehearsal",
     "Rollout": "nanorl.types:Rollout",
     "RuleReward": "nanorl.envs.rewards.rule:RuleReward",
@@ -98,10 +104,12 @@ _HOMES = {
 }
 __all__ = [
     "Env",
+    "Image",
     "InfrastructureError",
     "JudgeReward",
     "MathReward",
     "ModelReward",
+    "PythonPictures",
     "Rehearsal",
     "Rollout",
     "RuleReward",

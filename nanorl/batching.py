@@ -131,6 +131,8 @@ def samples_of(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
                 Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in sequence.versions],
             },
             group=rollout.group_id,
+            kept=sequence.kept or None,
+            images=sequence.images,
             kind=kind_of(rollout.task_id),
         )
         for rollout in rollouts

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from pkgutil import resolve_name
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -17,11 +18,14 @@ Message = Mapping[str, Any]
 
 HELDOUT_ONE_IN = 4
 """A quarter of all tasks is never trained on."""
+TAKE_PICTURES = "nanorl.envs.images:take_pictures"
+_NAME_DIGITS = 8  # of a picture's hash, for people
 
 
 @dataclass(frozen=True)
 class Task:
     """One problem. `prompt` is what the model reads, a text or a chat; all else stays on the host.
+    A list of texts and `nanorl.Image`s becomes a chat, whose parts name `pictures` by SHA-256.
 
     `files` (name -> text) are laid into the working directory of every execution; they are visible
     to the program, so they must not hold the answer itself. `data` is whatever else the environment
@@ -34,7 +38,7 @@ class Task:
         Task("First guess?", answer=7, data={"most": 20}, split="heldout")
     """
 
-    prompt: str | list[Message]
+    prompt: str | list[Any]
     answer: Any = None
     _: KW_ONLY
     kind: str = "task"
@@ -43,8 +47,11 @@ class Task:
     agent: str = ""
     task_id: str = ""
     split: str = ""
+    pictures: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, list):
+            resolve_name(TAKE_PICTURES)(self)
         if not (self.task_id and self.split):
             own = content_id(self.kind, self.prompt, self.answer, self.files, self._extras())
             # The dataclass is frozen for everybody else.
@@ -53,7 +60,7 @@ class Task:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict of what every task has; `from_json` makes a plain task of it."""
-        return {one.name: getattr(self, one.name) for one in fields(Task)}
+        return {one.name: getattr(self, one.name) for one in fields(Task) if one.compare}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Task:
@@ -70,7 +77,7 @@ class Task:
         """The prompt as one text, for people: a chat has a line for each message."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content') or ''}" for m in self.prompt)
+        return "\n".join(f"{m.get('role', '?')}: {words_of(m.get('content'))}" for m in self.prompt)
 
     @property
     def answer_text(self) -> str:
@@ -80,6 +87,17 @@ class Task:
     def _extras(self) -> dict[str, Any]:
         given = {"data": self.data, "agent": self.agent}
         return {name: value for name, value in given.items() if value}
+
+
+def words_of(content: Any) -> str:
+    """Say in words what a message says, for people and for models that read: a picture is
+    `[picture 9e1d2c3a]`, the beginning of its hash."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "\n".join(
+        f"[picture {one['sha256'][:_NAME_DIGITS]}]" if "sha256" in one else str(one.get("text", ""))
+        for one in content
+    )
 
 
 def content_id(

@@ -19,16 +19,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pkgutil import resolve_name
+from typing import Literal
 
+from nanoengine.spans import ImageSpan, content_ids
+
+CHECK_SPANS = "nanoengine.vision.span_checks:check_spans"
 REWARD_PART = "reward/"
 """What begins the name of a part of the reward among the metrics of a rollout."""
 
 MOST_REWARD = 1e30
 """The largest reward, either way. Advantages are fp32, whose largest number is 3e38, and rewards of
 turns are added."""
+
+
+Withheld = Literal["", "tools", "pictures", "first picture"]
+"""What a policy goes without, to measure what it is worth: every call of a tool is refused; grey is
+shown in place of every picture, or of the first one."""
 
 
 class InfrastructureError(RuntimeError):
@@ -64,7 +73,7 @@ class Branch:
     wrote in one unbroken context.
 
     A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
-    where they are trained there already. `turn_rewards` and `turn_metrics` are as in `Rollout`.
+    where they are trained there already. The other lists are as in `Rollout`.
     """
 
     tokens: list[int]
@@ -74,6 +83,8 @@ class Branch:
     turn_spans: list[TurnSpan] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
     is_history: bool = False
     """The rollout went on from it in a sequence that begins anew; False: one beside, such as a
     sub-agent's. Histories come first, in their order."""
@@ -81,6 +92,13 @@ class Branch:
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
         assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+        if self.images:
+            resolve_name(CHECK_SPANS)(self.tokens, self.loss_mask, self.images)
+
+    @property
+    def keys(self) -> list[int]:
+        """The ids to compare with another sequence's: tokens, or what pictures they stand for."""
+        return content_ids(self.tokens, self.images)
 
     @property
     def num_action_tokens(self) -> int:
@@ -105,6 +123,9 @@ class Rollout:
     loss_mask  1 where the policy sampled the token, 0 for prompt, tool output and template text
     logps      nats, fp32; 0.0 where loss_mask is 0
     versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
+    kept       what truncation left when it was sampled (rl.top_p); no list at all without any
+
+    `images` are the pictures among the tokens, in order.
 
     `reward` is the score of the answer; `turn_rewards`, one for each of `turn_spans` or none, are
     what single turns earned beside it: part of the outcome, or rewarded turn by turn
@@ -142,9 +163,12 @@ class Rollout:
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     hindsight: list[int] = field(default_factory=list)
     """The prompt that a teacher reads in place of its own (hindsight.py); empty: none."""
+    hindsight_images: list[ImageSpan] = field(default_factory=list)
     error: str = ""
     """Why it FAILED, or why an agent of the user's broke down in it."""
 
@@ -162,6 +186,8 @@ class Rollout:
             turn_spans=self.turn_spans,
             turn_rewards=self.turn_rewards,
             turn_metrics=self.turn_metrics,
+            kept=self.kept,
+            images=self.images,
         )
         return [own, *self.branches]
 
@@ -196,17 +222,6 @@ class Rollout:
         begun = [sequence.version for sequence in self.sequences if sequence.version >= 0]
         return min(begun, default=-1)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict; `from_json` is its inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Rollout:
-        given = _with_spans(data)
-        given["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
-        given["status"] = Status(given["status"])
-        return cls(**given)
-
 
 @dataclass(kw_only=True)
 class TokenStats:
@@ -225,10 +240,6 @@ class TokenStats:
     """
 
     values: dict[str, list[list[float]]] = field(default_factory=dict)
-
-
-def _with_spans(data: dict[str, Any]) -> dict[str, Any]:
-    return {**data, "turn_spans": [TurnSpan(**span) for span in data["turn_spans"]]}
 
 
 def unusable(rollout: Rollout) -> str:

@@ -5,7 +5,7 @@
 
 A recipe's part stands below its heading, `### NAME`, between two marks, which are put there where
 they are missing: a new recipe needs its heading and its text, no more. Figures are of the newest
-algorithms_*.json and, for tables of their own, reuse_*.json, distill_*.json and staleness_*.json,
+algorithms_*.json and, for tables of their own, of the newest file of each name in `TABLES`,
 each the comparison.json of compare_algorithms.py.
 """
 
@@ -26,7 +26,7 @@ from nanorl.algorithms.spec import AlgorithmSpec
 
 PAGE = ROOT / "docs" / "algorithms.md"
 UNMEASURED = "not measured yet"
-TABLES = ("reuse", "distill", "staleness")
+TABLES = ("hard", "reuse", "distill", "staleness")
 """Comparisons that are tables of their own, by what their files in benchmarks/ begin with."""
 
 
@@ -145,6 +145,7 @@ def _table(name: str, measured: dict[str, Any] | None) -> str:
     rows = rows_of(measured)
     if not rows or measured is None:
         return said
+    said = f"{differences(rows, measured['baseline'])}\n\n{said}"
     level = f"{measured['level']:.0%}"
     titles = ["variant", "options", "gain, points", f"× {measured['baseline']}"]
     titles += [f"steps to {level}", f"s to {level}"]
@@ -154,6 +155,29 @@ def _table(name: str, measured: dict[str, Any] | None) -> str:
         cells += [_number(row["share_of_baseline"], ".2f"), _number(row["step_to_level"], ".3g")]
         lines.append(f"| {' | '.join([*cells, _number(row['seconds_to_level'], '.0f')])} |")
     return said + "\n".join(lines) + "\n"
+
+
+def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> str:
+    """Which variants are better or worse than the baseline by more than their intervals say; one
+    without an interval cannot be told from it."""
+    found: dict[str, list[str]] = {"better": [], "worse": [], "alike": []}
+    for row in rows:
+        against = row.get("against_baseline")
+        if against is None or row["name"] == baseline:
+            continue
+        if against["low"] is None or against["low"] <= 0 <= against["high"]:
+            found["alike"].append(row["name"])
+        else:
+            found["better" if against["value"] > 0 else "worse"].append(row["name"])
+    total = sum(map(len, found.values()))
+    said = [
+        f"{what} than {baseline} {'is' if len(found[what]) == 1 else 'are'} "
+        f"{', '.join(found[what]) or 'none'}"
+        for what in ("better", "worse")
+    ]
+    alike = f"{len(found['alike'])} of {total} variants cannot be told from it"
+    text = "; ".join([*said, alike])
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _number(value: float | None, form: str) -> str:

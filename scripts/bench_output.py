@@ -23,7 +23,8 @@ def hardware() -> str:
     if info.exists():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":", 1)[1].strip() if lines else name
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+    num_cores = len(os.sched_getaffinity(0))
+    return f"{name}, {num_cores} core{'s' if num_cores > 1 else ''}"
 
 
 def commit() -> str:

@@ -63,6 +63,7 @@ from model_bench import (
 sys.path.insert(0, str(PEERS))
 
 import workload
+from scored_groups import make_groups
 
 PEER_OF = {
     "rollouts": Peer("transformers", "transformers_rollout.py"),
@@ -128,29 +129,6 @@ def run_step(
         )
     measured = sorted(parts[1:], key=lambda p: p["seconds"])
     return {**measured[len(measured) // 2], **peak()}
-
-
-def make_groups(prompts: list[list[int]], outputs: list[Any]) -> list[list[Any]]:
-    """The rollouts of each prompt, scored as the peer scores them."""
-    from nanorl.types import Rollout
-
-    size = len(outputs) // len(prompts)
-    return [
-        [
-            Rollout(
-                task_id=str(g),
-                group_id=str(g),
-                rollout_id=f"{g}-{m}",
-                tokens=prompt + out.ids,
-                loss_mask=[0] * len(prompt) + [1] * len(out.ids),
-                logps=[0.0] * len(prompt) + out.logps,
-                versions=[-1] * len(prompt) + out.versions,
-                reward=workload.reward(out.ids),
-            )
-            for m, out in enumerate(outputs[g * size : (g + 1) * size])
-        ]
-        for g, prompt in enumerate(prompts)
-    ]
 
 
 def run_roles(work: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:

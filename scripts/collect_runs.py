@@ -16,6 +16,8 @@ FIGURES = {
     "heldout-success-before": ("heldout_success_before", "fraction"),
     "heldout-success-after": ("heldout_success_after", "fraction"),
     "heldout-success-no-tool": ("heldout_success_no_tool", "fraction"),
+    "heldout-success-blind": ("heldout_success_blind", "fraction"),  # of models that see alone
+    "heldout-success-first-hidden": ("heldout_success_first_hidden", "fraction"),
     "run-wall": ("wall_s", "s"),
     "logp-gap-max": ("logp_gap_max", "nats"),
     "rollout": ("tokens_per_s_rollout", "tokens/s"),
@@ -38,6 +40,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
             runs=about,
         )
         for name, (field, unit) in FIGURES.items()
+        if field in summary
     ]
     rows[0]["runs"] = summary
     return rows

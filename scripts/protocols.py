@@ -1,13 +1,16 @@
-"""Runs public protocols, with several seeds, and says what a model of 135 M parameters learns.
+"""Runs public protocols and other recipes, with several seeds, and says what a small model learns.
 
-    bash scripts/protocols.sh --out runs/protocols                    all of scripts/protocols/
-    bash scripts/protocols.sh --protocols reverse_text --seeds 0
-    python scripts/protocols.py --page docs/protocols.md        the newest figures, into the page
+    bash scripts/protocols.sh --out runs/protocols                    the public protocols
+    bash scripts/protocols.sh --protocols reverse_text maze --seeds 0
+    bash scripts/protocols.sh --gallery                               all of examples/recipes/
+    python scripts/protocols.py --pages                   the newest figures, into the pages
 
-A protocol is a file of options for `nanorl train --config`; words after -- go to every run. Called
+A recipe is a file of options for `nanorl train --config`; words after -- go to every run. Called
 again with the same options it goes on where it was stopped, also after kill -9. It writes
-protocols.json and protocols.md into --out after each call. Of a finished run the trained model and
-all figures stay; its checkpoints go, 5 GB of a model of 135 M parameters.
+protocols.json and protocols.md into --out after each run. Of a finished run the trained model and
+all figures stay; its checkpoints go, 5 GB of a model of 135 M parameters. With --keep FILE the
+figures of each finished run are in that file, too, as it ends, and runs whose figures are in it
+already are not made again, in whichever --out.
 
 Exit status: 0 all runs finished, 1 some failed or could not begin, 2 an option is wrong, 130
 stopped with Ctrl-C.
@@ -16,14 +19,18 @@ Left out: comparing algorithms, which compare_algorithms.py does from shared war
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench_output import ROOT, write_json
+from bench_output import ROOT, hardware, write_json
 from comparison.command import main_of, run_all, say
 from comparison.matrix import RunJob
 from generated_part import GeneratedPart, newest
@@ -34,13 +41,24 @@ from nanorl.observability.report.statistics import mean_of_runs, share_of_tasks
 from nanorl.observability.report.summary import read_summary, write_atomically
 from nanorl.run.parse import parse_arguments
 
-FOLDER = Path(__file__).resolve().parent / "protocols"
+FOLDER = ROOT / "examples" / "recipes"
+PROTOCOLS = (
+    *("alphabet_sort", "arithmetic", "arithmetic_tool"),
+    *("chain_sum", "reverse_text", "wordle"),
+)
+"""Those that other projects begin with, too."""
 STAGES: Mapping[str, str] = {
     "untrained": "untrained",
     "before": "after the supervised start",
     "after": "after RL",
 }
-PART = GeneratedPart("figures", "protocols.py")
+PAGES: Mapping[str, Path] = {
+    "protocols": ROOT / "docs" / "protocols.md",
+    "gallery": ROOT / "docs" / "gallery.md",
+    "warm_starts": ROOT / "docs" / "environments.md",
+}
+"""The pages with figures; what is in scripts/comparison/warm_starts/ is measured by its paths."""
+PARTS = {name: GeneratedPart(name, "protocols.py") for name in PAGES}
 _WHILE_TRAINING = ("first_reward", "last_reward")
 _CHECKPOINTS = ("start", "checkpoints")
 _OURS = ("--config", "--seed", "--out", "--resume", "--fork")
@@ -51,25 +69,31 @@ class ProtocolOptions:
     """Which protocols run, and where."""
 
     protocols: tuple[str, ...] = ()
-    """Names of files in scripts/protocols/, or paths of TOML files; empty: all that come along."""
+    """Names of files in examples/recipes/, or paths of TOML files; empty: the public protocols."""
+    gallery: bool = False
+    """All files of examples/recipes/."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Every protocol runs with each."""
     out: Path = Path("runs/protocols")
     """Where runs and results go."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of finished runs."""
-    page: Path | None = None
-    """Write the newest table of benchmarks/ into this page, and run nothing."""
+    keep: Path | None = None
+    """A JSON file that gets the figures of each finished run, and saves what it has already."""
+    pages: bool = False
+    """Write the newest figures of benchmarks/ into docs/, and run nothing."""
 
     def __post_init__(self) -> None:
+        if self.gallery and self.protocols:
+            raise ValueError("--gallery and --protocols: the first means all of them; give one")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"--seeds {' '.join(map(str, self.seeds))}: give each seed once")
 
     def files(self) -> dict[str, Path]:
-        """The files of options by the names of the protocols."""
+        """The files of options by the names of the recipes."""
         shipped = {file.stem: file for file in sorted(FOLDER.glob("*.toml"))}
         found = {}
-        for name in self.protocols or shipped:
+        for name in self.protocols or (shipped if self.gallery else PROTOCOLS):
             file = shipped.get(name, Path(name))
             if not file.is_file():
                 raise ValueError(
@@ -104,32 +128,104 @@ def jobs_of(options: ProtocolOptions, extra: Sequence[str]) -> list[RunJob]:
 
 
 def run(options: ProtocolOptions, extra: Sequence[str]) -> int:
-    """Run what is missing, then write the results; the exit status."""
+    """Run what is missing, then say the results; the exit status."""
     jobs = jobs_of(options, extra)
+    kept = KeptFigures.read(options.keep)
+    kept.identities = {job.name: identity(job) for job in jobs}  # a file may change while it runs
+    missing = [job for job in jobs if kept.of(job) is None]
+    if num_kept := len(jobs) - len(missing):
+        say(f"{options.keep} has the figures of {num_kept} of {len(jobs)} runs")
+
+    def keep(job: RunJob) -> None:
+        kept.add(job, figures_of(job))
+        write_results(kept.rows(jobs), options.out)
+
+    for job in missing:
+        if job.is_finished:  # before: its figures may be anywhere else
+            kept.add(job, figures_of(job))
     try:
-        return run_all(jobs, options.out, num_parallel=1)
+        return run_all(missing, options.out, num_parallel=1, on_finished=keep)
     finally:
-        write_results(jobs, options.out)
+        rows = kept.rows(jobs)
+        write_results(rows, options.out)
+        say(table(rows))
 
 
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def write_results(jobs: Sequence[RunJob], out: Path) -> None:
+def identity(job: RunJob) -> str:
+    """A digest of all options of a run but its seed: those in its file, and those after --."""
+    place = job.words.index("--config") + 1
+    words = [word for i, word in enumerate(job.words) if i not in (place, place + 2)]
+    text = Path(job.words[place]).read_text("utf-8")
+    return hashlib.sha256(json.dumps([text, *words]).encode()).hexdigest()[:16]
+
+
+@dataclass
+class KeptFigures:
+    """The figures of finished runs by label, options and seed; in `file`, if there is one."""
+
+    file: Path | None
+    runs: dict[tuple[str, str, int], dict[str, Any]]
+    identities: dict[str, str] = field(default_factory=dict)
+    """Of jobs by their names, as they were when they began."""
+
+    @classmethod
+    def read(cls, file: Path | None) -> KeptFigures:
+        """ValueError for a file that is none of this script."""
+        runs: dict[tuple[str, str, int], dict[str, Any]] = {}
+        if file is not None and file.is_file():
+            try:
+                for row in json.loads(file.read_text("utf-8"))["rows"]:
+                    for one in row["runs"]:
+                        runs[row["name"], one.get("options", ""), one["seed"]] = one
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"--keep {file}: holds no figures of this script ({error!r}); name another"
+                ) from None
+        return cls(file, runs)
+
+    def of(self, job: RunJob) -> dict[str, Any] | None:
+        return self.runs.get((job.label, self._identity(job), job.seed))
+
+    def add(self, job: RunJob, figures: Mapping[str, Any]) -> None:
+        options = self._identity(job)
+        about = {"options": options, "date": str(datetime.date.today()), "hardware": hardware()}
+        self.runs[job.label, options, job.seed] = {**figures, **about}
+        if self.file is not None:
+            write_json(self.file, self._all_rows())
+
+    def _identity(self, job: RunJob) -> str:
+        return self.identities.get(job.name) or identity(job)
+
+    def rows(self, jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
+        """A row for each label of these jobs that has figures."""
+        by_label: dict[str, list[dict[str, Any]]] = {}
+        for job in jobs:
+            if (figures := self.of(job)) is not None:
+                by_label.setdefault(job.label, []).append(figures)
+        return [row_of(label, runs) for label, runs in by_label.items()]
+
+    def _all_rows(self) -> list[dict[str, Any]]:
+        """Of each label the runs with the newest options."""
+        by_label: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for (label, options, _), figures in self.runs.items():
+            by_label.setdefault(label, {}).setdefault(options, []).append(figures)
+        return [
+            row_of(label, sorted([*by_options.values()][-1], key=lambda one: one["seed"]))
+            for label, by_options in sorted(by_label.items())
+        ]
+
+
+def write_results(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """protocols.json and protocols.md, of the runs that are finished."""
-    by_label: dict[str, list[RunJob]] = {}
-    for job in jobs:
-        if job.is_finished:
-            by_label.setdefault(job.label, []).append(job)
-    rows = [row_of(label, found) for label, found in by_label.items()]
     write_json(out / "protocols.json", rows)
     write_atomically(out / "protocols.md", table(rows))
-    say(table(rows))
 
 
-def row_of(label: str, jobs: Sequence[RunJob]) -> dict[str, Any]:
-    """One protocol: each stage's success and mean reward, means over the seeds."""
-    runs = [figures_of(job) for job in jobs]
+def row_of(label: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One recipe: each stage's success and mean reward, means over the figures of its runs."""
     stages = {
         stage: {
             key: mean_of_runs([one[stage][key] for one in runs]).to_json()
@@ -150,7 +246,7 @@ def row_of(label: str, jobs: Sequence[RunJob]) -> dict[str, Any]:
             for key in ("wall_s", "sampled_tokens", *_WHILE_TRAINING)
         },
         "peak_rss_bytes": max(one["peak_rss_bytes"] for one in runs),
-        "runs": runs,
+        "runs": list(runs),
     }
 
 
@@ -229,7 +325,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _stage(stage: Mapping[str, Any] | None) -> str:
+def _stage(stage: Mapping[str, Any] | None, *, has_reward: bool = True) -> str:
     if stage is None:
         return "–"
     success, reward = stage["success"], stage["reward"]
@@ -237,7 +333,7 @@ def _stage(stage: Mapping[str, Any] | None) -> str:
     if success["low"] is not None:  # Student's ends know nothing of 0 and 100
         low, high = max(0.0, success["low"]), min(1.0, success["high"])
         ends = f" ({100 * low:.0f} to {100 * high:.0f})"
-    return f"{success['value']:.1%}{ends}; {reward['value']:.2f}"
+    return f"{success['value']:.1%}{ends}" + (f"; {reward['value']:.2f}" if has_reward else "")
 
 
 def _sampled(sampled: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -256,26 +352,78 @@ def _sampled(sampled: Mapping[str, Any] | None) -> tuple[str, str]:
     return f"{success}; pass@{sampled['k']} {among}", text
 
 
-def measured_text(measured: Mapping[str, Any] | None) -> str:
-    """What the page says of the newest figures."""
+def about(name: str) -> str:
+    """What a recipe is: the comment that its file begins with."""
+    lines = (FOLDER / f"{name}.toml").read_text("utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in takewhile(_is_comment, lines))
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def gallery_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """All recipes that come along: what each is, and what came out where it was measured."""
+    measured = {row["name"]: row for row in rows}
+    titles = ["recipe", "what it is", *STAGES.values(), "sampled gain", "minutes", "seeds"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for file in sorted(FOLDER.glob("*.toml")):
+        row = measured.get(file.stem)
+        cells = [f"[{file.stem}](../{file.relative_to(ROOT)})", about(file.stem)]
+        if row is None:
+            cells += ["not measured yet", *["–"] * (len(titles) - 3)]
+        else:
+            cells += [_stage(row.get(stage), has_reward=False) for stage in STAGES]
+            seeds = ", ".join(str(one["seed"]) for one in row["runs"])
+            cells += [_sampled(row.get("sampled"))[1], f"{row['wall_s'] / 60:.0f}", seeds]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def measured_text(page: str, measured: Mapping[str, Any] | None) -> str:
+    """What a page says of the newest figures."""
     if measured is None:
-        return "No figures lie in `benchmarks/` as `protocols_DATE.json` yet."
+        return f"No figures lie in `benchmarks/` as `{_kind(page)}_DATE.json` yet."
+    rows = measured["rows"]
+    runs = [one for row in rows for one in row["runs"]]
+    machines = "; ".join(dict.fromkeys(one.get("hardware", measured["hardware"]) for one in runs))
+    source = (
+        f"Measured until {measured['date']} ({machines}), "
+        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). "
+    )
+    if page == "gallery":
+        return f"{source}\n\n{gallery_table(rows)}"
+    if page == "warm_starts":
+        return f"{source}\n\n{table(sorted(rows, key=lambda row: int(row['name'].split('_')[1])))}"
+    missing = sorted(set(PROTOCOLS) - {row["name"] for row in rows})
+    unmeasured = f"Not measured with these settings yet: {', '.join(missing)}. " if missing else ""
     return (
-        f"Measured on {measured['date']} ({measured['hardware']}), "
-        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). Success is a reward "
+        f"{source}{unmeasured}Success is a reward "
         "of 1, greedy, on held-out tasks, with the interval of 95 % over the seeds (Student's); "
         "after it stands the mean reward. Sampled success is of the same temperature as the "
         "rollouts; what was gained is the mean of the seeds' differences in points, with its "
         "interval, bold where that excludes 0. The reward of rollouts is that of the first two and "
-        f"of the last two steps of RL.\n\n{table(measured['rows'])}"
+        "of the last two steps of RL.\n\n"
+        f"{table([row for row in rows if row['name'] in PROTOCOLS])}"
     )
 
 
+def _kind(page: str) -> str:
+    """What the files in benchmarks/ begin with that a page is made of."""
+    return "warm_starts" if page == "warm_starts" else "protocols"
+
+
+def written(page: str) -> str:
+    """A page with the newest figures."""
+    text = measured_text(page, newest(_kind(page)))
+    return PARTS[page].put(PAGES[page].read_text("utf-8"), text)
+
+
 def command(options: ProtocolOptions, extra: Sequence[str]) -> int:
-    if options.page is None:
+    if not options.pages:
         return run(options, extra)
-    text = measured_text(newest("protocols"))
-    options.page.write_text(PART.put(options.page.read_text("utf-8"), text), "utf-8")
+    for page, file in PAGES.items():
+        file.write_text(written(page), "utf-8")
     return 0
 
 

@@ -135,10 +135,11 @@ def success_table(runs: Sequence[MeasuredRun]) -> str:
     times = [run.seconds / 60 for run in runs if run.seconds is not None]
     peak = max(run.figures["peak_rss_bytes"] for run in runs) / 1e9
     commits = ", ".join(dict.fromkeys(run.commit for run in runs))
+    took = f"{min(times):.1f} to {max(times):.1f} minutes on two quiet cores, and " if times else ""
     return (
         f"{_table(head, [[name, *cells] for name, cells in rows.items()])}\n"
-        f"The whole run takes {min(times):.1f} to {max(times):.1f} minutes on two quiet cores, and "
-        f"{peak:.1f} GB of memory ([figures](docs/figures.md), commits {commits}).\n"
+        f"The whole run takes {took}{peak:.1f} GB of memory ([figures](docs/figures.md), commits "
+        f"{commits}).\n"
     )
 
 

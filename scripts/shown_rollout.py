@@ -51,7 +51,7 @@ def _is_right(rollout: Played) -> bool:
 def _can_be_shown(rollout: Played) -> bool:
     """It ran a program and answered, in as many lines as the picture has."""
     said = turns(rollout)
-    return len(said) == 3 and all(len(text.splitlines()) <= 3 for _, text in said)
+    return 3 <= len(said) <= 5 and all(len(text.splitlines()) <= 3 for _, text in said)
 
 
 def turns(rollout: Played) -> list[tuple[str, str]]:

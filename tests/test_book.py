@@ -24,10 +24,10 @@ from nanorl.sandbox.base import SandboxUnavailable  # noqa: E402
 
 CEILINGS: dict[str, float] = {
     "core: files": 40,
-    "core: lines": 8000,
+    "core: lines": 8060,
     "core: names imported from wings": 0,
-    "core: files with all that they import": 44,
-    "core: lines with all that they import": 8449,
+    "core: files with all that they import": 45,
+    "core: lines with all that they import": 8590,
     "core: lines of the longest class": 251,
     "nanorl: rooms": 15,
     "nanorl: arrows between rooms": 63,
@@ -35,7 +35,7 @@ CEILINGS: dict[str, float] = {
     "file names used twice": 35,
     "bare docstrings, %": 0.5,
     "rollout: files with all that they import": 36,
-    "rollout: lines with all that they import": 4762,
+    "rollout: lines with all that they import": 4900,
 }
 FLOORS: dict[str, float] = {
     "core: share that runs, %": 47,

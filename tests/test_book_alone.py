@@ -59,6 +59,7 @@ AGENT = {
 NOT_OF_A_RUN = (
     *("kernels/gpu", "kernels/paged", "kernels/returns", "kernels/triton"),
     *("nanoinfer/dialects", "nanoinfer/server"),
+    *("kernels/vision", "nanoengine/vision", "nanoinfer/vision"),
     *("nanorl/agents/endpoint", "nanorl/envs/hosting", "nanorl/envs/remote", "nanorl/envs/shipped"),
     *("nanorl/inspection", "nanorl/parsers", "nanorl/serving"),
     "nanorl/observability/trajectories",

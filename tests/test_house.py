@@ -30,6 +30,7 @@ ALLOWED = {
     "nanoinfer": {
         *("kernels", "nanoengine.model", "nanoengine.parallel"),
         *("nanoengine.architectures", "nanoengine.formats", "nanoengine.text"),
+        *("nanoengine.spans", "nanoengine.vision"),
         *("nanoengine.adapters.lora", "nanoengine.adapters.lora_config"),  # adapters as data
         "nanoengine.adapters.low_rank",
         *("nanoengine.command_line", "nanoengine.extras"),  # words, no engine

@@ -1,4 +1,5 @@
-// Causal attention of tiles of queries, over keys that are found through a table of rows.
+// Attention of tiles of queries, over keys that are found through a table of rows: causal, or with
+// a step of 0 such that all queries of a tile see the same keys.
 //
 //     o = softmax(scale * q . K^T) . V
 //
@@ -20,7 +21,10 @@
 //
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
-// are fp32. Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
+// are fp32. With a step of 0, where nothing is decoded, the product takes the keys two by two, as the
+// gradient does: in bf16, where the processor multiplies pairs, weights are rounded to it first.
+//
+// Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
 // those keys and their values are read once for all of its rows. Each row still meets its keys in
 // its own order, so a team changes no bit.
 //
@@ -44,7 +48,7 @@ constexpr int VALUE_ROWS = 6, VALUE_VECS = REGISTERS == 32 ? 4 : 2;
 
 struct Tile {
   int32_t query, num_queries;
-  int32_t num_keys;  // that the last query sees; the one before it sees one less
+  int32_t num_keys;  // that the last query sees; the one before it sees `step` less
   int32_t first_key;  // in key_rows
   int32_t team;    // tiles of the team that it leads, itself and those behind it; 0: it follows
   int32_t shared;  // the first keys of a leader that its team has in common: whole LANES
@@ -62,6 +66,7 @@ struct Problem {
   int64_t window;  // keys that a query sees, itself included; 0: all
   int64_t has_key_runs;  // k is a cache that `store_key` filled; rows begin at whole runs in it
   const float* sinks = nullptr;  // [query heads]; nullptr: none
+  int64_t step = 1;  // keys that a query sees more than the one before it; 0: all see the same
 };
 
 // How the keys of such a cache lie in memory; laid out here they are words.
@@ -143,6 +148,30 @@ void multiply_values_part(float* out, const float* p, const T* v, const int32_t*
   store(out, sum);
 }
 
+// out[r] += over words of neighbouring keys, p[r][w] * v[w], for R rows and W vectors of head_dim. The
+// sums go on from `out`, as in multiply_values, so that fp32 has the bits of a sum key by key.
+template <int R, int W, class T>
+void multiply_value_words(float* out, int64_t out_stride, const float* p, int64_t p_stride,
+                          const float* v, int64_t v_stride, int64_t num_words, T) {
+  Vec sum[R][W];
+#pragma GCC unroll 8  // else gcc 12 moves the sums through the stack
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; w++) sum[r][w] = load(out + r * out_stride + w * LANES);
+  for (int64_t k = 0; k < num_words; k++) {
+    Vec x[W];
+    for (int w = 0; w < W; w++) x[w] = load(v + k * v_stride + w * LANES);
+    for (int r = 0; r < R; r++) {
+      Vec weight = splat_word(p + r * p_stride + k);
+      for (int w = 0; w < W; w++) multiply_add(sum[r][w], x[w], weight, T());
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; w++) store(out + r * out_stride + w * LANES, sum[r][w]);
+}
+
 // In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum. With a
 // `sink` the maximum and the sum are also over that score, and its own weight goes to `sink_weight`.
 inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded,
@@ -172,6 +201,14 @@ inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded,
   const float inverse = 1.0f / (sum_lanes(sum) + of_sink[0]);
   if (sink_weight) *sink_weight = of_sink[0] * inverse;
   return inverse;
+}
+
+// In place: numbers as words of two bf16, half as many.
+inline void pair_row(float* s, int64_t n) {
+  for (int64_t j = 0; j < n; j += 2 * LANES) {
+    HalfVec halves[2] = {to_halves(load(s + j)), to_halves(load(s + j + LANES))};
+    memcpy(s + j / 2, halves, sizeof halves);
+  }
 }
 
 struct Scratch {
@@ -257,6 +294,39 @@ void add_values(float* out, const float* p, int64_t num_rows, const T* v, const 
   });
 }
 
+// The same for all keys, in words of PER_WORD neighbours: of the weights, which are rounded in place,
+// and of the values, which are laid out so tile by tile in `words`.
+template <class T>
+void add_value_words(float* out, float* p, int64_t num_rows, const T* v, const int32_t* rows,
+                     int64_t num_keys, const Problem<T>& x, Widths width, float* words) {
+  constexpr int64_t per_word = PER_WORD<T>;
+  if constexpr (per_word > 1)
+    for (int64_t r = 0; r < num_rows; r++) pair_row(p + r * width.scores, width.scores);
+  for (int64_t lo = 0; lo < num_keys; lo += KEY_TILE) {
+    const int64_t n = std::min<int64_t>(KEY_TILE, num_keys - lo);
+    const int64_t num_words = (n + per_word - 1) / per_word;
+    for (int64_t k = 0; k < num_words; k++) {
+      const T* pair[per_word];
+      for (int64_t i = 0; i < per_word; i++) {
+        const int64_t j = k * per_word + i;
+        pair[i] = j < n ? v + rows[lo + j] * x.v_row : nullptr;
+      }
+      interleave_rows<T>(words + k * width.out, pair, x.head_dim);
+    }
+    by_rows<VALUE_ROWS>(num_rows, [&](int64_t r, auto R) {
+      const float* weights = p + r * width.scores + lo / per_word;
+      float* to = out + r * width.out;
+      int64_t d = 0;
+      for (; d + VALUE_VECS * LANES <= width.out; d += VALUE_VECS * LANES)
+        multiply_value_words<R, VALUE_VECS>(to + d, width.out, weights, width.scores, words + d,
+                                            width.out, num_words, T());
+      for (; d < width.out; d += LANES)
+        multiply_value_words<R, 1>(to + d, width.out, weights, width.scores, words + d, width.out,
+                                   num_words, T());
+    });
+  }
+}
+
 // The keys of a tile that any of its queries sees, counted from `skipped`, whole LANES before.
 struct Seen {
   int64_t skipped, first, num_keys, window;
@@ -319,7 +389,7 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
     score_keys(scores, q + first_row * width.words, rows, k, v, seen.rows, shared,
                seen.num_keys, x, width, keys);
     for (int64_t r = 0; r < rows; r++) {
-      int64_t visible = seen.num_keys - tile.num_queries + 1 + r / x.group;
+      int64_t visible = seen.num_keys - (tile.num_queries - 1 - r / x.group) * x.step;
       int64_t first = std::max<int64_t>(0, visible - seen.window);
       const float* sink = x.sinks ? x.sinks + kv * x.group + r % x.group : nullptr;
       scratch.inverse[first_row + r] =
@@ -329,8 +399,11 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
   add_values(out, s, num_rows, v, common, 0, shared, x, width);
   for_tiles([&](const Tile& tile, const Seen& seen, int64_t first_row, int64_t rows) {
     const int64_t first = std::max(shared, seen.first);
-    add_values(out + first_row * width.out, s + first_row * width.scores, rows, v, seen.rows, first,
-               seen.num_keys, x, width);
+    float *to = out + first_row * width.out, *weights = s + first_row * width.scores;
+    if (x.step == 0)
+      add_value_words(to, weights, rows, v, seen.rows, seen.num_keys, x, width, keys);
+    else
+      add_values(to, weights, rows, v, seen.rows, first, seen.num_keys, x, width);
     for_rows(tile, x.group, first_row, [&](int64_t query, int64_t g, int64_t r) {
       T* to = x.o + (query * x.num_kv * x.group + kv * x.group + g) * D;
       for_runs(D, [&](int64_t d, int64_t n) {

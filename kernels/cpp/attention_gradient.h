@@ -37,6 +37,7 @@ struct GradientProblem {
   const float* sinks = nullptr;   // as in Problem
   float* dsinks = nullptr;        // [heads]
   double* dsink_parts = nullptr;  // [trees, heads]
+  int64_t step = 1;               // as in Problem
 
   int64_t num_heads() const { return num_kv * group; }
   int64_t wide_head_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
@@ -80,16 +81,17 @@ struct QueryBlock {
   int64_t position;  // of the first among the segment's keys: the last key that it sees
   int64_t window;
   int64_t first_key;  // that any of them sees
+  int64_t step;       // keys that a query sees more than the one before it: 1, or 0
 
-  int64_t num_keys() const { return position + num_queries; }
+  int64_t num_keys() const { return position + 1 + (num_queries - 1) * step; }
   int64_t first_block() const { return first_key / BLOCK; }
   int64_t num_blocks() const { return (num_keys() + BLOCK - 1) / BLOCK - first_block(); }
   static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
   // The vectors of block `key`.. of keys that any of `rows` queries from r on sees.
   Run seen_vectors(int64_t r, int64_t rows, int64_t key) const {
-    const int64_t lo = clamp(position + r + 1 - window - key, BLOCK);
-    const int64_t hi = clamp(position + r + rows - key, BLOCK);
+    const int64_t lo = clamp(position + r * step + 1 - window - key, BLOCK);
+    const int64_t hi = clamp(position + (r + rows - 1) * step + 1 - key, BLOCK);
     return {lo / LANES, (hi + LANES - 1) / LANES};
   }
   // The words of queries that see any of `rows` keys from `key` on.
@@ -281,7 +283,7 @@ void differentiate_block(const GradientProblem<T>& x, const QueryBlock& block,
                        &scratch.k_across[(first + b) * block_words], words, block,
                        skipped + b * BLOCK);
   for (int64_t r = 0; r < n; r++) {
-    const int64_t seen = block.position + r + 1;
+    const int64_t seen = block.position + r * block.step + 1;
     const int64_t unseen = std::max<int64_t>(0, seen - block.window);
     float sink_weight = 0.0f;
     scratch.inverse[r] = softmax_row(scores + r * stride, unseen - skipped, seen - skipped, stride,
@@ -316,10 +318,11 @@ void differentiate_tree(const GradientProblem<T>& x, int64_t tree, int64_t head,
   for (const Tile* span = begin; span < end; span++) {
     pack_segment(x, *span, head / x.group, scratch);
     for (int64_t lo = 0; lo < span->num_queries; lo += BLOCK) {
-      const int64_t window = x.window ? x.window : span->num_keys;
-      const int64_t position = span->num_keys - span->num_queries + lo;
+      // without one a key is seen by every query from the first that sees it to the last
+      const int64_t window = x.window ? x.window : span->num_keys + BLOCK;
+      const int64_t position = span->num_keys - 1 - (span->num_queries - 1 - lo) * x.step;
       QueryBlock block{span->query + lo, std::min<int64_t>(BLOCK, span->num_queries - lo), position,
-                       window, std::max<int64_t>(0, position + 1 - window)};
+                       window, std::max<int64_t>(0, position + 1 - window), x.step};
       differentiate_block(x, block, x.key_rows + span->first_key, head, scratch);
     }
   }

@@ -142,6 +142,12 @@ def _load(path: Path) -> Kernels:
         ),
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],
         "decode_scratch": [pointer],
+        "layer_norm": [pointer] * 6 + [count] * 2 + [number, count],
+        "differentiate_layer_norm": [pointer] * 8 + [count] * 3,
+        "gelu": [pointer] * 2 + [count] * 3,
+        "differentiate_gelu": [pointer] * 3 + [count] * 3,
+        "attend_whole": [pointer] * 6 + [count] * 7 + [number, count],
+        "differentiate_whole": [pointer] * 11 + [count] * 9 + [number, count],
     }
     kernels: Kernels = {}
     for name, types in arguments.items():

@@ -13,6 +13,7 @@
 #include "rows.h"
 #include "rows_gradient.h"
 #include "truncate.h"
+#include "vision_rows.h"
 
 #define ROW_OPS(T, SUFFIX)                                                                        \
   extern "C" void rms_norm_##SUFFIX(T* y, float* rstd, const T* x, const T* weight,              \
@@ -190,6 +191,48 @@
     return none.lay_out(*sizes);                                                                 \
   }
 
+#define VISION(T, SUFFIX)                                                                         \
+  extern "C" void layer_norm_##SUFFIX(T* y, float* mean, float* rstd, const T* x,                \
+                                      const T* weight, const T* bias, int64_t rows,              \
+                                      int64_t size, float eps, int64_t threads) {                \
+    layer_norm(y, mean, rstd, x, weight, bias, rows, size, eps, threads);                        \
+  }                                                                                               \
+  extern "C" void differentiate_layer_norm_##SUFFIX(                                              \
+      T* dx, T* dweight, T* dbias, const T* dy, const T* x, const T* weight, const float* mean,   \
+      const float* rstd, int64_t rows, int64_t size, int64_t threads) {                           \
+    differentiate_layer_norm(dx, dweight, dbias, dy, x, weight, mean, rstd, rows, size, threads); \
+  }                                                                                               \
+  extern "C" void gelu_##SUFFIX(T* y, const T* x, int64_t size, int64_t is_tanh,                 \
+                                int64_t threads) {                                                \
+    is_tanh ? gelu<true>(y, x, size, threads) : gelu<false>(y, x, size, threads);                 \
+  }                                                                                               \
+  extern "C" void differentiate_gelu_##SUFFIX(T* dx, const T* dy, const T* x, int64_t size,      \
+                                              int64_t is_tanh, int64_t threads) {                \
+    is_tanh ? differentiate_gelu<true>(dx, dy, x, size, threads)                                  \
+            : differentiate_gelu<false>(dx, dy, x, size, threads);                                \
+  }                                                                                               \
+  extern "C" void attend_whole_##SUFFIX(                                                          \
+      T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
+      int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
+      int64_t k_stride, int64_t v_stride, float scale, int64_t threads) {                         \
+    Problem<T> problem{o,        q,        k,        v,        key_rows, num_kv, group, head_dim, \
+                       q_stride, k_stride, v_stride, head_dim, head_dim, scale,  0,     0};       \
+    problem.step = 0;                                                                             \
+    attend(problem, tiles, num_tiles, threads);                                                   \
+  }                                                                                               \
+  extern "C" void differentiate_whole_##SUFFIX(                                                   \
+      T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* o, const T* grad,         \
+      const int32_t* key_rows, const Tile* spans, const int32_t* trees, int64_t num_trees,        \
+      int64_t num_tokens, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,      \
+      int64_t k_stride, int64_t v_stride, int64_t grad_stride, float scale, int64_t threads) {    \
+    GradientProblem<T> problem{dq,         dk,       dv,       q,           k,     v,             \
+                               o,          grad,     key_rows, spans,       trees, num_trees,     \
+                               num_tokens, num_kv,   group,    head_dim,    q_stride, k_stride,   \
+                               v_stride,   grad_stride, scale, 0,           {},    {}};           \
+    problem.step = 0;                                                                             \
+    differentiate_attention(problem, threads);                                                    \
+  }
+
 ROW_OPS(float, f32)
 ROW_OPS(bf16, bf16)
 LINEAR(float, f32)
@@ -202,6 +245,8 @@ UPDATE(float, f32)
 UPDATE(bf16, bf16)
 DECODER(float, f32)
 DECODER(bf16, bf16)
+VISION(float, f32)
+VISION(bf16, bf16)
 
 extern "C" void for_ranges_raw(int64_t num, char* const* to, const char* const* from,
                                const int64_t* num_bytes, const int64_t* elements, int64_t* sums,

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import VarlenPlan
@@ -19,6 +20,8 @@ from kernels.memory import to_device
 from kernels.varlen.flash_attention import flash_attn_varlen
 
 _MAX_HEAD_DIM = 256
+_WHOLE_LOADS = 16
+"""Elements of a head are a multiple of this, or they are loaded one by one, and registers spill."""
 _ATTENTION = "kernels.triton.attention:TritonAttention"
 
 
@@ -80,6 +83,9 @@ def attend(
     qkv, cu_seqlens, limits, causal, return_lse, options: AttendOptions, batch_invariant
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What `flash_attn_varlen` returns."""
+    width = qkv[0].shape[2]
+    if not causal and width % _WHOLE_LOADS:  # as in towers: zeros change no score
+        qkv = tuple(F.pad(x, (0, -width % _WHOLE_LOADS)) for x in qkv)
     q, k, v = qkv
     check_triton_dtype("q", q.dtype)
     if q.shape[2] > _MAX_HEAD_DIM:
@@ -99,6 +105,8 @@ def attend(
     rest = (causal, options.scale, options.window, batch_invariant)
     sinks = wide_sinks(options.sinks, q)
     out, lse2 = resolve(_ATTENTION).apply(q, k, v, sinks, *bounds, *limits, *rest)
+    if out.shape[2] != width:
+        out = out[..., :width]
     return (out, lse2.t() * math.log(2.0)) if return_lse else out
 
 

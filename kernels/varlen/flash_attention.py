@@ -5,8 +5,9 @@ of n sees `num_keys − n + i + 1` keys if the mask is causal; with `window=w` t
 its own included. A query that sees no key gives o = 0 and lse = −inf.
 
 Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics); on a CPU, for whole
-causal sequences without lse, those of `attention.py`; and the definition, `flash_attn_varlen_ref`,
-which covers everything else on a CPU. Left out: dropout, score caps.
+sequences without lse, those of `attention.py` if they are causal and of `vision/whole_attention.py`
+if they are not; and the definition, `flash_attn_varlen_ref`, which covers everything else on a CPU.
+Left out: dropout, score caps.
 
 Legend: T query tokens, S key tokens, H query heads, K key heads, D head_dim.
 """
@@ -37,7 +38,10 @@ from kernels.cpp.ops import AttendOptions
 
 _DEFINITION = "kernels.torch.attention:attend_by_definition"
 _FLASH = "kernels.gpu.attention:attend"
-_NOT_PLAIN = "only for causal=True, return_lse=False and keys of the queries' lengths"
+_WHOLE = "kernels.vision.whole_attention:attend"
+_NOT_PLAIN = (
+    "only for return_lse=False and keys of the queries' lengths, and for sinks with causal=True"
+)
 
 Bounds = Tensor | Sequence[int]
 
@@ -66,8 +70,8 @@ def flash_attn_varlen(
     tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
     `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `sinks` [H] are scores
     without a value, one a head, differentiable and not multiplied by the scale. `plan` is
-    `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
-    lse); one serves calls with different windows. `batch_invariant` on a GPU gives a query the bits
+    `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, no lse); one
+    serves calls with different windows. `batch_invariant` on a GPU gives a query the bits
     that `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
     """
     check_attention(q_THD, k_SKD, v_SKD)
@@ -80,7 +84,7 @@ def flash_attn_varlen(
     if use_triton(backend, q_THD, has_cpp=True):
         limits = (max_seqlen_q, max_seqlen_k)
         return resolve(_FLASH)(qkv, lengths, limits, causal, return_lse, options, batch_invariant)
-    is_plain = causal and not return_lse and q_THD.device.type == "cpu"
+    is_plain = not return_lse and q_THD.device.type == "cpu" and (causal or sinks is None)
     if plan is None:
         bounds_q, bounds_k = _checked_bounds(lengths, q_THD, k_SKD)
         if not is_plain or bounds_q != bounds_k:
@@ -90,12 +94,14 @@ def flash_attn_varlen(
         plan = make_varlen_plan(bounds_q)
     elif not is_plain or plan.is_tree:
         raise ValueError(
-            "plan: only for causal=True, return_lse=False on a CPU, without parents (a tree's is "
-            "for tree_attention)"
+            "plan: only for return_lse=False on a CPU, for sinks with causal=True, without parents "
+            "(a tree's is for tree_attention)"
         )
     check_plan(plan, q_THD, k_SKD)
     # Whole tensors, for a view would keep the fused projection that it looks into for the gradient.
     whole = q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous()
+    if not causal:
+        return resolve(_WHOLE)(whole, plan, options.scale, backend)
     return attend_planned(whole, plan, options, backend)
 
 

@@ -1,11 +1,12 @@
 """LoRA adapters as data: which matrices, W + scale · B·A, and PEFT's folders in and out.
 
-An adapter is a mapping from Hugging Face module names (`model.layers.0.self_attn.q_proj`) to
-`LowRank`s, whatever holds those matrices here: q, k and v lie in one parameter of ours, so a module
-is the rows of a parameter that `hf_views` names. Training is lora_adapter.py's, several adapters in
-one batch are nanoinfer's; here one is read, written, or merged into a model's weights for good. The
-product is computed in fp32 and rounded once to the model's dtype; afterwards the model is as fast
-as without an adapter. Everything is checked before the first write.
+An adapter is a mapping from module names (`model.layers.0.self_attn.q_proj`, as in `hf_views`; in
+folders of models that see `model.language_model.layers.0...`) to `LowRank`s, whatever holds those
+matrices here: q, k and v lie in one parameter of ours, so a module is the rows of a parameter that
+`hf_views` names. Training is lora_adapter.py's, several adapters in one batch are nanoinfer's; here
+one is read, written, or merged into a model's weights for good. The product is computed in fp32 and
+rounded once to the model's dtype; afterwards the model is as fast as without an adapter. Everything
+is checked before the first write.
 
 Left out: DoRA, adapters of embeddings and experts, biases of adapters, saved whole modules.
 Source: Hu et al. 2021, arXiv 2106.09685; rank-stabilised scale: Kalajdzievski 2023, arXiv
@@ -29,7 +30,7 @@ from torch import Tensor
 from kernels.memory import all_finite
 from nanoengine.adapters.lora_config import ALL_LINEAR, LoraConfig
 from nanoengine.adapters.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
-from nanoengine.formats.hf import hf_views
+from nanoengine.formats.hf import hf_views, name_here, name_in_folder
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.state.tensor_file import write_tensors
@@ -74,6 +75,7 @@ def choose_targets(model: Transformer, targets: Iterable[str]) -> list[str]:
     for target in targets:
         found = {name for name in every if _is_meant(target, name)}
         if not found:
+            _check_tower(model, target)
             kinds = sorted({name.rpartition(".")[2] for name in every})
             raise ValueError(
                 f"targets: {target!r} names no matrix that can be adapted; choose from "
@@ -82,6 +84,18 @@ def choose_targets(model: Transformer, targets: Iterable[str]) -> list[str]:
             )
         chosen |= found
     return [name for name in every if name in chosen]
+
+
+def _check_tower(model: Transformer, target: str) -> None:
+    """`ValueError` for a target that is of a vision tower."""
+    if not hasattr(model, "visual"):
+        return
+    names = [name.rpartition(".")[0] for name in hf_views(model) if ".visual." in name]
+    if target == "visual" or any(_is_meant(target, name) for name in names):
+        raise ValueError(
+            f"targets: {target!r} is of the vision tower, which an adapter leaves as it is: its "
+            "features would differ by request; name matrices of the decoder, or train all weights"
+        )
 
 
 def _is_meant(target: str, name: str) -> bool:
@@ -184,12 +198,12 @@ def adapter_of(model: Transformer, source: str | Path | Adapter, name: str) -> A
         check_adapter(model, source, name)
         return source
     path = Path(source)
-    config, adapter = _read_folder(path)
+    config, read = _read_folder(path)
+    adapter = {name_here(module): change for module, change in read.items()}
     check_adapter(model, adapter, str(path))
+    every = [name_in_folder(module, model.config) for module in adaptable(model)]
     try:
-        config.check_complete(
-            adapter, [*adaptable(model), *([HEAD] if model.head is not None else [])]
-        )
+        config.check_complete(read, [*every, *([HEAD] if model.head is not None else [])])
     except ValueError as error:
         raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
     return adapter

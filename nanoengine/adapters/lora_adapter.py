@@ -59,6 +59,7 @@ from nanoengine.adapters.lora import Adapter, LowRank, adapter_of, choose_target
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.low_rank import AddedChange
 from nanoengine.architectures.quantized import Int8Linear
+from nanoengine.formats.hf import name_in_folder
 from nanoengine.formats.matrices import MatrixRows, adaptable
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
@@ -293,8 +294,10 @@ class LoraAdapter(nn.Module):
         `base_name` names for others."""
         kinds = {module.rpartition(".")[2] for module in self.targets}
         alike = {m for m in self.base.places if m.rpartition(".")[2] in kinds}
-        names = sorted(kinds) if alike == set(self.targets) else self.targets
-        write_adapter(folder, self.changes(), self.config, targets=names, base=base_name)
+        shape = self.base.model.config
+        named = {name_in_folder(name, shape): one for name, one in self.changes().items()}
+        names = sorted(kinds) if alike == set(self.targets) else list(named)
+        write_adapter(folder, named, self.config, targets=names, base=base_name)
 
 
 def _home(root: nn.Module, path: str) -> nn.Module:

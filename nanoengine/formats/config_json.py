@@ -3,7 +3,8 @@
 `ModelConfig` (model/config.py) is the record; families.py has the table of what sets families
 apart. Supported are the dense Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM3, Granite, OLMo2, OLMo3,
 Phi-3/4, Gemma 3 (text) and GLM-4, Qwen3-MoE, which is Qwen3 with a mixture of experts in place
-of the MLP of all layers but `dense_layers`, and gpt-oss; the rope scalings are those of
+of the MLP of all layers but `dense_layers`, and gpt-oss; and models that see, whose two parts
+vision/seeing_config.py reads; the rope scalings are those of
 architectures/rope.py. Everything the model cannot express is refused with the field's name:
 running such a model anyway would give plausible and wrong numbers. Left out: softcapping, biases
 in a dense MLP, quantised weights other than the MXFP4 of gpt-oss, which hf.py widens as it reads
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from nanoengine.architectures.family_layer import attention_scale
@@ -27,9 +29,11 @@ from nanoengine.architectures.rope import (
     read_scaling,
     write_scaling,
 )
-from nanoengine.formats.families import ModelFamily, family_of
+from nanoengine.formats.families import ModelFamily, family_of, sees
 from nanoengine.model.config import ModelConfig
 
+_SEEING_FROM = "nanoengine.vision.seeing_config:from_hf_dict"
+_SEEING_TO = "nanoengine.vision.seeing_config:to_hf_dict"
 MAX_LAYERS = 10_000
 """Ten times the deepest models that were ever trained: more is a damaged file."""
 
@@ -57,6 +61,15 @@ def from_folder(path: str | Path) -> ModelConfig:
 def from_hf_dict(fields: Mapping[str, Any]) -> ModelConfig:
     """Translate the fields of a config.json, refusing what this definition cannot express."""
     family = family_of(fields.get("model_type"))
+    if family.vision is not None:
+        seeing: ModelConfig = resolve_name(_SEEING_FROM)(fields)
+        return seeing
+    return ModelConfig(**read_shape(fields, family))
+
+
+def read_shape(fields: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """The arguments of `ModelConfig` that the fields of a text model, or of the decoder of one that
+    sees, say."""
     _refuse_unsupported(fields, family)
 
     def get(name: str) -> Any:
@@ -75,7 +88,7 @@ def from_hf_dict(fields: Mapping[str, Any]) -> ModelConfig:
     longest = get("max_position_embeddings")
     rope = _read_rope(fields, family, longest)
     longest = lengthened(rope["rope_scaling"], longest, is_plain=family.local_theta is None)
-    return ModelConfig(
+    return dict(
         model_type=fields["model_type"],
         vocab_size=_require(fields, "vocab_size"),
         hidden_size=hidden,
@@ -103,6 +116,14 @@ def from_hf_dict(fields: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_dict(config: ModelConfig) -> dict[str, Any]:
     """The config.json from which `transformers` and `from_hf_dict` build the same model."""
+    if sees(config.model_type):
+        nested: dict[str, Any] = resolve_name(_SEEING_TO)(config)
+        return nested
+    return write_shape(config)
+
+
+def write_shape(config: ModelConfig) -> dict[str, Any]:
+    """The fields from which `read_shape` reads the same."""
     family = family_of(config.model_type)
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -290,11 +311,21 @@ def _check_experts(config: ModelConfig) -> None:
     for field in ("num_experts", "moe_intermediate_size"):
         if getattr(config, field) < 1:
             raise ValueError(f"{field}={getattr(config, field)}: must be at least 1 for {name}")
-    if family_of(config.model_type).experts == "stacked":
-        fixed = {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True}
-        for field, value in fixed.items():
-            if getattr(config, field) != value:
-                raise ValueError(f"{field}={getattr(config, field)}: must be {value} for {name}")
+    kind = family_of(config.model_type).experts
+    fixed: dict[str, Any] = {} if kind == "separate" else {"norm_topk_prob": True}
+    if kind == "stacked":
+        fixed["moe_intermediate_size"] = config.intermediate_size
+    for field, value in fixed.items():
+        if getattr(config, field) != value:
+            raise ValueError(f"{field}={getattr(config, field)}: must be {value} for {name}")
+    width = config.moe_intermediate_size
+    if kind == "halves" and config.hidden_size in (width, 2 * width):
+        # published folders have [experts, in, out], transformers 5 writes [experts, out, in]
+        raise ValueError(
+            f"moe_intermediate_size={width}, hidden_size={config.hidden_size}: an expert's matrix "
+            f"would be square, and only its shape tells in which of two ways a folder of {name} "
+            "stores it; take another width"
+        )
     if not 1 <= config.num_experts_per_token <= config.num_experts:
         raise ValueError(
             f"num_experts_per_token={config.num_experts_per_token}: must be from 1 to num_experts="
@@ -325,7 +356,8 @@ def _read_experts(fields: Mapping[str, Any], family: ModelFamily) -> dict[str, A
         "num_experts": _require(fields, "num_experts"),
         "num_experts_per_token": _require(fields, "num_experts_per_tok"),
         "moe_intermediate_size": _require(fields, "moe_intermediate_size"),
-        "norm_topk_prob": bool(fields.get("norm_topk_prob", False)),
+        # experts that share tensors: transformers divides by the sum whatever the field says
+        "norm_topk_prob": family.experts == "halves" or bool(fields.get("norm_topk_prob", False)),
         "dense_layers": tuple(sorted(dense)),
     }
 
@@ -502,6 +534,11 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
         found["local_rope_theta"] = float(local.get("rope_theta", base))
         rope = {**top, **(new.get("full_attention") or {}), **old}
     rope = {name: value for name, value in rope.items() if value is not None}
+    if "mrope_section" in rope:
+        raise ValueError(
+            "rope_parameters: mrope_section: a rope over rows and columns of pictures, which this "
+            "family does not have; mend config.json"
+        )
     kind = str(rope.get("rope_type", rope.get("type")))
     if kind in family.rope_aliases:
         rope["rope_type"] = family.rope_aliases[kind]

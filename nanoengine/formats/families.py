@@ -10,7 +10,7 @@ Left out: state that one model of a family has and another has not (config.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels.moe.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -26,6 +26,15 @@ class ModelFamily:
 
     architecture: str
     """The class in `transformers`."""
+    vision: str | None = None
+    """The model sees, and its tower is this entry of `TOWERS` (vision/towers.py)."""
+    text_type: str = ""
+    """The `model_type` of the decoder in the config.json of a model that sees."""
+    is_flat: bool = False
+    """Published folders of a model that sees have the decoder's fields beside `vision_config`."""
+    rope_axes: Literal["none", "interleaved", "sections"] = "none"
+    """Among pictures the rope turns by time, row and column: the pairs of a head by turns, or some
+    after the others."""
 
     # -- the computation
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE_NORMS)
@@ -42,12 +51,17 @@ class ModelFamily:
     """Embeddings are multiplied by the root of the hidden size."""
     sinks: bool = False
     """Each query head has a learnt score that takes part in its softmax and has no value."""
-    experts: Literal["separate", "stacked"] | None = None
+    experts: Literal["separate", "stacked", "halves"] | None = None
     """The MLP is a mixture of experts: of SwiGLU and with tensors for each expert; or of a clamped
     SwiGLU, with biases in router and experts and with tensors [experts, in, out] that hold all of
-    them, in which gate and up alternate."""
+    them, in which gate and up alternate; or of SwiGLU with tensors that hold all of them,
+    [experts, in, out] or [experts, out, in], in which up follows gate."""
 
     # -- the tensors
+    prefix: str = "model."
+    """What the names of the decoder's tensors begin with in Hugging Face's folders, all but the
+    head's. Here they begin with "model.". Where they do so there, too, a tower is no part of the
+    model: its tensors' names are without "model."."""
     fused_qkv: bool = False
     """q, k and v are one tensor, `self_attn.qkv_proj`."""
     fused_gate_up: bool = False
@@ -101,6 +115,14 @@ _OLMO_NORMS = {
     "mlp_norm": "post_feedforward_layernorm",
 }
 
+_IDEFICS3 = ModelFamily(
+    architecture="Idefics3ForConditionalGeneration",
+    vision="idefics3",
+    text_type="llama",
+    prefix="model.text_model.",
+    constants={"mlp_bias": False},
+)
+
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(architecture="LlamaForCausalLM", constants={"mlp_bias": False}),
     "qwen2": ModelFamily(
@@ -112,6 +134,54 @@ FAMILIES: dict[str, ModelFamily] = {
         windows="late",
         defaults={**_QWEN, "head_dim": 128},
     ),
+    "qwen3_vl": ModelFamily(
+        architecture="Qwen3VLForConditionalGeneration",
+        vision="qwen3_vl",
+        text_type="qwen3_vl_text",
+        rope_axes="interleaved",
+        prefix="model.language_model.",
+        qk_norm="head",
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 32,
+            "rope_theta": 500000.0,
+        },
+    ),
+    "qwen3_vl_moe": ModelFamily(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        vision="qwen3_vl_moe",
+        text_type="qwen3_vl_moe_text",
+        rope_axes="interleaved",
+        prefix="model.language_model.",
+        qk_norm="head",
+        experts="halves",
+        defaults={
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 16,
+            "rope_theta": 500000.0,
+        },
+    ),
+    "qwen2_5_vl": ModelFamily(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        vision="qwen2_5_vl",
+        text_type="qwen2_5_vl_text",
+        is_flat=True,
+        rope_axes="sections",
+        bias="qkv",
+        windows="late",
+        rope_aliases={"mrope": "default"},
+        defaults={
+            "max_position_embeddings": 32768,
+            "max_window_layers": 80,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "sliding_window": 4096,
+        },
+    ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": replace(_IDEFICS3, architecture="SmolVLMForConditionalGeneration", vision="smolvlm"),
     "qwen3_moe": ModelFamily(
         architecture="Qwen3MoeForCausalLM",
         qk_norm="head",
@@ -255,6 +325,12 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
 }
 """By `model_type`."""
+
+
+def sees(model_type: object) -> bool:
+    """Say whether models of that type have a vision tower."""
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return family is not None and family.vision is not None
 
 
 def family_of(model_type: Any) -> ModelFamily:

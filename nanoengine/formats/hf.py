@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,7 @@ from nanoengine.architectures.family_layer import FamilyLayer
 from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.architectures.quantized import Int8Linear, check_quantizable, quantize_layer
 from nanoengine.formats.config_json import context_limit
-from nanoengine.formats.families import ModelFamily, family_of
+from nanoengine.formats.families import ModelFamily, family_of, sees
 from nanoengine.formats.matrices import int8_places
 from nanoengine.formats.mxfp4 import widened
 from nanoengine.formats.template_files import template_files
@@ -45,6 +46,14 @@ from nanoengine.state.tensor_file import dtype_name, write_tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TIED_HEAD = "lm_head.weight"
+_TOWERS = ("model.visual.", "model.vision_model.", "model.connector.")
+_SPELLINGS = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "visual.": "model.visual.",
+}
+_TOWER_VIEWS = "nanoengine.vision.tower_names:tower_views"
+_SEEING = "nanoengine.vision.seeing_transformer:SeeingTransformer"
 _COLUMN_SPLIT = tuple(
     f"{name}_proj.{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("weight", "bias")
 )
@@ -55,6 +64,10 @@ _STACK_SPLIT = {  # the dimension
     "experts.gate_up_proj_bias": 1,
     "experts.down_proj": 1,
 }
+_HALVES_SPLIT = {  # the dimension of [experts, out, in], and the matrices that lie along it
+    "experts.gate_up_proj": (1, 2),
+    "experts.down_proj": (2, 1),
+}
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _EXTRA_FILES = (
     "tokenizer.json",
@@ -64,14 +77,25 @@ _EXTRA_FILES = (
     "vocab.json",
     "merges.txt",
     "generation_config.json",
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 
 
 def hf_views(model: Transformer) -> dict[str, Tensor]:
     """Every Hugging Face name with the view of our parameter that holds it; writing to the view
-    writes to the model (then call `repack`). A tied head appears once, as the embedding. A pipeline
-    stage has the names it holds. The view of an int8 matrix has a shape and no numbers (meta):
-    `export_state` and `load_state` know what to do."""
+    writes to the model (then call `repack`). A tied head appears once, as the embedding. A model
+    that sees has the names of a text model, and its tower's behind them (`name_in_folder`). A
+    pipeline stage has the names it holds. The view of an int8 matrix has a shape and no numbers
+    (meta): `export_state` and `load_state` know what to do."""
+    views = _text_views(model)
+    tower = getattr(model, "visual", None)  # of stages the first has it
+    if tower is not None:
+        views |= resolve_name(_TOWER_VIEWS)(tower)
+    return views
+
+
+def _text_views(model: Transformer) -> dict[str, Tensor]:
+    """The views of the decoder."""
     views = {}
     if model.embedding is not None:
         views["model.embed_tokens.weight"] = model.embedding.detach()
@@ -83,6 +107,33 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
     if model.head is not None:
         views[_TIED_HEAD] = model.head.detach()
     return views
+
+
+def model_class(config: ModelConfig) -> type[Transformer]:
+    """The class of a model in one piece: one that sees has a tower beside its layers."""
+    if not sees(config.model_type):
+        return Transformer
+    found: type[Transformer] = resolve_name(_SEEING)
+    return found
+
+
+def name_here(name: str) -> str:
+    """A name in a folder, in either spelling that there is of models that see, as `hf_views` has
+    it."""
+    for theirs, ours in _SPELLINGS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def name_in_folder(name: str, config: ModelConfig) -> str:
+    """A name of `hf_views` as transformers 5 writes it."""
+    prefix = family_of(config.model_type).prefix
+    if not name.startswith("model."):
+        return name
+    if name.startswith(_TOWERS):
+        return name.removeprefix("model.") if prefix == "model." else name
+    return prefix + name.removeprefix("model.")
 
 
 def _layer_views(layer: DecoderLayer, family: ModelFamily) -> dict[str, Tensor]:
@@ -108,7 +159,7 @@ def _layer_views(layer: DecoderLayer, family: ModelFamily) -> dict[str, Tensor]:
         views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
     views |= _norm_views(layer, family, prefix, "attention_norm", "post_norm", "mlp_norm")
     if isinstance(layer, FamilyLayer) and layer.moe is not None:
-        return views | _expert_views(mlp, layer.moe)
+        return views | _expert_views(mlp, layer.moe, family)
     gate_up, down = layer.gate_up.weight.detach(), layer.down.weight.detach()
     if family.fused_gate_up:
         return views | {f"{mlp}.gate_up_proj.weight": gate_up, f"{mlp}.down_proj.weight": down}
@@ -133,11 +184,14 @@ def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     return {f"{mlp}.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
 
 
-def _expert_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
+def _expert_views(mlp: str, moe: MoeMlp, family: ModelFamily) -> dict[str, Tensor]:
     if moe.is_stacked:
         return _stacked_views(mlp, moe)
     views = {f"{mlp}.gate.weight": moe.router.weight.detach()}
     stacks = (moe.gate_up.weight.detach(), moe.down.weight.detach())
+    if family.experts == "halves":
+        names = (f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj")
+        return views | dict(zip(names, stacks, strict=True))
     for index, gate_up, down in zip(moe.held, *stacks, strict=True):
         views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
     return views
@@ -158,9 +212,10 @@ def _stacked_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
 def hf_slices(model: Transformer) -> dict[str, Slice]:
     """The place of each view of a split model in the whole tensor, over the ranks that split heads
     or, of stacked experts, over those that share the experts; names that every rank holds whole are
-    absent, so a model that is not split has none."""
+    absent, so a model that is not split has none, and a vision tower none at all."""
     split, config = model.split, model.config
-    is_wide = family_of(config.model_type).qk_norm == "width"
+    family = family_of(config.model_type)
+    is_wide = family.qk_norm == "width"
     if model.experts is not None:
         held = model.experts.held
         part = Slice(0, config.num_experts, ((held.start, held.stop),))
@@ -173,7 +228,7 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
         "qkv_proj.weight": (q, kv, kv),
         "gate_up_proj.weight": (config.intermediate_size, config.intermediate_size),
     }
-    for name, view in hf_views(model).items():
+    for name, view in _text_views(model).items():
         kind = ".".join(name.split(".")[-2:])
         if name in ("model.embed_tokens.weight", _TIED_HEAD):
             found[name] = Slice(0, config.vocab_size, (split.run(config.vocab_size),))
@@ -181,6 +236,9 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
             found[name] = side_by_side(0, fused[kind], split)
         elif kind in _COLUMN_SPLIT or (kind in _HEAD_NORMS and is_wide):
             found[name] = side_by_side(0, (split.size * view.shape[0],), split)
+        elif kind in _HALVES_SPLIT and family.experts == "halves":
+            dim, num_halves = _HALVES_SPLIT[kind]
+            found[name] = side_by_side(dim, (config.moe_intermediate_size,) * num_halves, split)
         elif kind in _STACK_SPLIT:
             dim = _STACK_SPLIT[kind]
             found[name] = side_by_side(dim, (split.size * view.shape[dim],), split)
@@ -261,6 +319,8 @@ def load_state(
         drop_tied_head(tensors)
     if model.experts is not None:
         _drop_experts_elsewhere(model, views, tensors)
+    if family_of(model.config.model_type).experts == "halves":
+        _turn_experts(views, slices, tensors)
     for name, part in slices.items():
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
@@ -285,7 +345,7 @@ def load_stages(stages: Sequence[Transformer], state: Iterable[tuple[str, Tensor
     tensors = _collect(state)
     if config.tie_word_embeddings:
         drop_tied_head(tensors)
-    check_state(hf_views(Transformer(config, device="meta")), tensors)
+    check_state(hf_views(model_class(config)(config, device="meta")), tensors)
     mine = [(stage, {name: tensors[name] for name in hf_views(stage)}) for stage in stages]
     for _, part in mine:  # before any stage is written
         check_finite(part.items(), "nothing was loaded; fetch the model again")
@@ -304,6 +364,17 @@ def _drop_experts_elsewhere(
         sibling = renumber_expert(name, model.experts.held.start - number)
         if sibling in views and number < model.config.num_experts:
             del tensors[name]
+
+
+def _turn_experts(
+    views: dict[str, Tensor], slices: dict[str, Slice], tensors: dict[str, Tensor]
+) -> None:
+    """Published folders have [experts, in, out], those of transformers 5 [experts, out, in], as the
+    views. The shape tells: no such matrix is square (config_json.py)."""
+    for name in [name for name in tensors if is_expert_stack(name) and name in views]:
+        turned, shape = tensors[name].mT, views[name].shape
+        if turned.shape == (slices[name].whole_shape(shape) if name in slices else shape):
+            tensors[name] = turned
 
 
 def _collect(state: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -388,7 +459,7 @@ def load_model(
         is_split = split is not None and split.size > 1
         check_quantizable("int8", torch.device(device), is_split=is_split)
         finish = partial(quantize_layer, kind="int8")
-    model = Transformer(
+    model = model_class(config)(
         config, dtype, device, head_dtype=head_dtype, split=split, finish_layer=finish
     )
     try:
@@ -426,9 +497,10 @@ def check_memory(
 
 
 def read_state(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a Hugging Face folder under their names, mapped and not yet read; those in
-    MXFP4 as bf16."""
-    return widened(_read_tensors(_tensor_files(Path(folder))))
+    """The tensors of a Hugging Face folder under the names of `hf_views`, mapped and not yet read;
+    those in MXFP4 as bf16."""
+    tensors = _read_tensors(_tensor_files(Path(folder)))
+    return widened((name_here(name), tensor) for name, tensor in tensors)
 
 
 def _tensor_files(folder: Path) -> list[Path]:
@@ -529,11 +601,13 @@ def write_folder(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """config.json and safetensors of tensors under their Hugging Face names, in their dtype."""
+    """config.json and safetensors of tensors, given under the names of `hf_views`, in their
+    dtype."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     write_config(path, config, state["model.embed_tokens.weight"].dtype)
-    _write_shards(path, state, max_shard_bytes)
+    named = {name_in_folder(name, config): tensor for name, tensor in state.items()}
+    _write_shards(path, named, max_shard_bytes)
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanoengine.formats.families import family_of
+from nanoengine.formats.families import family_of, sees
 from nanoengine.formats.hf import check_finite, export_state, load_state, read_state, write_folder
 from nanoengine.heads.scorer import Scorer
 from nanoengine.model.config import ModelConfig
@@ -34,7 +34,7 @@ from nanoengine.text.tokenizer import ChatTokenizer
 _HEAD = "score.weight"
 _TRUSTED = frozenset({"system"})  # the policy's own text may not spell this model's control tokens
 _WITHOUT_CLASS = ("granite",)
-"""Families of which `transformers` has no class for sequence classification."""
+"""Families that read text, of which `transformers` has no class for sequence classification."""
 
 
 class SequenceClassifier(Transformer):
@@ -62,7 +62,7 @@ class SequenceClassifier(Transformer):
 def classifier_class(model_type: str) -> str:
     """The class of `transformers` that reads a reward model of this family. `ValueError` where
     there is none."""
-    if model_type in _WITHOUT_CLASS:
+    if model_type in _WITHOUT_CLASS or sees(model_type):
         raise ValueError(
             f"model: transformers has no sequence classification for {model_type!r}, so nothing "
             "could read the reward model; choose a model of another family"
@@ -127,7 +127,9 @@ def score_sequences(
 
 
 def rated_chat(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a chat as a reward model reads it: with its own template, whole, without tools."""
+    """The ids of a chat as a reward model reads it: with its own template, whole, without tools.
+    `ValueError` for one with pictures, which it does not see."""
+    tokenizer.images_in((), messages, 0)
     return tokenizer.encode_chat(messages, add_generation_prompt=False, trusted_roles=_TRUSTED)
 
 

@@ -43,8 +43,7 @@ def likeliest(
     found = []
     for micro in micros:
         part = scorer.part(micro)
-        hidden_ND = scorer.model(part.ids_N, part.positions_N, part.context)
-        found.append(pick_top(scorer, part, hidden_ND, k, temperature))
+        found.append(pick_top(scorer, part, scorer.hidden(part), k, temperature))
     ids = collect_all(samples, micros, [ids_TK for ids_TK, _ in found])
     logps = collect_all(samples, micros, [logp_TK.float() for _, logp_TK in found])
     return [TopTokens(*pair) for pair in zip(ids, logps, strict=True)]

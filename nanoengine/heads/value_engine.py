@@ -11,6 +11,7 @@ holds the whole critic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.state.whole_engine import Engine
+
+_SEEING = "nanoengine.vision.seeing_value:SeeingValueModel"
 
 
 class ValueModel(Transformer):
@@ -48,6 +51,13 @@ class ValueModel(Transformer):
         """Values in the place of log-probs: of the state that each id was chosen in."""
         wide = torch.promote_types(hidden_PE.dtype, torch.float32)
         return (hidden_PE.to(wide) @ self.value_head.to(wide).t()).squeeze(1), None
+
+
+def value_model(policy: Transformer) -> ValueModel:
+    """A critic's model with the weights of `policy`, which sees what that sees."""
+    kind = resolve_name(_SEEING) if hasattr(policy, "visual") else ValueModel
+    made: ValueModel = kind(policy)
+    return made
 
 
 class ValueEngine(Engine):

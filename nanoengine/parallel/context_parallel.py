@@ -72,9 +72,14 @@ class ContextSplit:
             for runs in self.runs
         ]
 
+    @property
+    def own_rows(self) -> Tensor:
+        """The indices of this rank's rows, int64, on the CPU."""
+        return self.rows[self.rank]
+
     def take(self, values_T: Tensor) -> Tensor:
         """This rank's rows."""
-        return values_T.index_select(0, self.rows[self.rank].to(values_T.device))
+        return values_T.index_select(0, self.own_rows.to(values_T.device))
 
     def gather(self, values_N: Tensor) -> Tensor:
         """All rows, in the order of the micro-batch; the gradient is that of this rank's rows."""

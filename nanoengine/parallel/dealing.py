@@ -8,6 +8,9 @@ Whoever holds the whole batch (a driver) deals it; the weights of its losses and
 the whole batch before, so no result depends on the deal but for the order of sums. Tensor-,
 context- and pipeline-parallel neighbours are given the same samples.
 
+Work is counted in rows: those of the decoder, and the patches of pictures, each picture once in a
+part however many samples show it.
+
 Left out: equal numbers of samples or micro-batches (engines meet in idle passes where they must),
 and the speed of single ranks.
 """
@@ -15,13 +18,14 @@ and the speed of single ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from nanoengine.packing import Sample, groups_of, read_tokens
+from nanoengine.packing import Sample, groups_of, read_keys
 from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.prefix_tree import Rows, added_rows, depth_first, num_shared
+from nanoengine.spans import ImageSpan
 
 T = TypeVar("T")
 
@@ -73,24 +77,47 @@ def deal(samples: Sequence[Sample], layout: Layout, *, share_prefix: bool = Fals
     return Deal(layout, tuple(tuple(part) for part in parts))
 
 
+@dataclass
+class _Load:
+    """The work of a part so far: rows, and the pictures that it looks at, by key."""
+
+    rows: int = 0
+    pictures: set[str] = field(default_factory=set)
+
+    def with_more(self, rows: int, images: Sequence[ImageSpan]) -> int:
+        """The rows that there would be with so many more, and these pictures."""
+        new = {span.key: span.grid for span in images if span.key not in self.pictures}
+        return self.rows + rows + sum(height * width for _, height, width in new.values())
+
+    def add(self, rows: int, images: Sequence[ImageSpan]) -> None:
+        self.rows = self.with_more(rows, images)
+        self.pictures |= {span.key for span in images}
+
+
 def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
     """Deal a batch out to data-parallel ranks: indices of each one's samples, in the order of the
     batch, with nearly equal numbers of rows.
 
-    Longest first, each to the part with the fewest rows so far: no part exceeds the mean by more
-    than the longest sample (Graham 1969: nor the best possible by more than a third). A part is
-    empty where there are fewer samples than parts.
+    Longest first, each to the part that has the fewest rows with it: no part exceeds the mean by
+    more than the longest sample (Graham 1969: nor the best possible by more than a third). A part
+    is empty where there are fewer samples than parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts={num_parts}: must be at least 1")
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
-    for i in order:
-        lightest = loads.index(min(loads))
+    loads = [_Load() for _ in range(num_parts)]
+    work = [(len(sample.tokens) - 1, sample.images) for sample in samples]
+    for i in sorted(range(len(samples)), key=lambda i: (-_Load().with_more(*work[i]), i)):
+        lightest = _lightest(loads, *work[i])
         parts[lightest].append(i)
-        loads[lightest] += len(samples[i].tokens) - 1
+        loads[lightest].add(*work[i])
     return [sorted(part) for part in parts]
+
+
+def _lightest(loads: Sequence[_Load], rows: int, images: Sequence[ImageSpan]) -> int:
+    """The first of the parts that have the fewest rows with so many more, and these pictures."""
+    then = [load.with_more(rows, images) for load in loads]
+    return then.index(min(then))
 
 
 @dataclass(frozen=True)
@@ -99,44 +126,53 @@ class _Group:
 
     members: tuple[int, ...]
     rows: tuple[Rows, ...]
+    images: tuple[ImageSpan, ...]
+    """The pictures of all members."""
 
     @cached_property
     def num_rows(self) -> int:
         return sum(added_rows(self.rows))
 
+    @cached_property
+    def work(self) -> int:
+        """Rows and patches."""
+        return _Load().with_more(self.num_rows, self.images)
+
 
 def _parts_of_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
     """Whole groups, the largest first, each to the part with the fewest rows; the members of those
     that fit nowhere go one by one to where the part is smallest with them."""
-    groups = sorted(_groups(samples), key=lambda group: (-group.num_rows, group.members))
-    mean = sum(group.num_rows for group in groups) / num_parts
+    groups = sorted(_groups(samples), key=lambda group: (-group.work, group.members))
+    mean = sum(group.work for group in groups) / num_parts
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
+    loads = [_Load() for _ in range(num_parts)]
     scattered = []
     for group in groups:
-        lightest = loads.index(min(loads))
-        if loads[lightest] + group.num_rows > SLACK * mean:
+        lightest = _lightest(loads, group.num_rows, group.images)
+        if loads[lightest].with_more(group.num_rows, group.images) > SLACK * mean:
             scattered.append(group)
             continue
         parts[lightest].extend(group.members)
-        loads[lightest] += group.num_rows
+        loads[lightest].add(group.num_rows, group.images)
     for group in scattered:
         latest: list[Rows] = [()] * num_parts  # the member that each part was given last
         for i, rows in zip(group.members, group.rows, strict=True):
-            loads_then = [
-                load + len(rows) - num_shared(before, rows)
-                for load, before in zip(loads, latest, strict=True)
-            ]
-            chosen = loads_then.index(min(loads_then))
+            images = samples[i].images
+            added = [len(rows) - num_shared(before, rows) for before in latest]
+            then = [load.with_more(n, images) for load, n in zip(loads, added, strict=True)]
+            chosen = then.index(min(then))
             parts[chosen].append(i)
-            loads[chosen], latest[chosen] = loads_then[chosen], rows
+            loads[chosen].add(added[chosen], images)
+            latest[chosen] = rows
     return [sorted(part) for part in parts]
 
 
 def _groups(samples: Sequence[Sample]) -> list[_Group]:
     groups = []
     for indices in groups_of(samples):
-        rows = [read_tokens(samples[i]) for i in indices]
+        rows = [read_keys(samples[i]) for i in indices]
         order = depth_first(rows)
-        groups.append(_Group(tuple(indices[k] for k in order), tuple(rows[k] for k in order)))
+        images = tuple(span for i in indices for span in samples[i].images)
+        members = tuple(indices[k] for k in order)
+        groups.append(_Group(members, tuple(rows[k] for k in order), images))
     return groups

@@ -56,7 +56,8 @@ class ParameterRecord:
     """Another pipeline stage holds the same one, and counts it in the gradient's norm."""
     is_deferred: bool = False
     """Its gradient is finished only after the last backward pass (a tied embedding on two pipeline
-    stages): its bucket waits for that."""
+    stages), or may not come in one (a vision tower's, of tokens without pictures): its bucket waits
+    for the end."""
 
 
 def record_of(parameter: Tensor) -> ParameterRecord:

@@ -46,8 +46,8 @@ class PipelineChunk(Protocol):
 
     def backward_weight(self, micro: int) -> None: ...
 
-    def boundary(self, micro: int) -> Tensor:
-        """An empty tensor for an input, or for the gradient of an output."""
+    def boundary(self, micro: int, *, is_output: bool) -> Tensor:
+        """An empty tensor for an input, or with `is_output` for the gradient of an output."""
         ...
 
 
@@ -136,7 +136,8 @@ class _Mailbox:
         source = self._schedule.owner(_neighbour(message, -1))[0]
         if source == self._rank:
             return
-        tensor = self._chunks[action.chunk].boundary(action.micro)
+        is_output = message.direction == "B"
+        tensor = self._chunks[action.chunk].boundary(action.micro, is_output=is_output)
         mesh = self._channels.of(message.direction, source, self._rank)
         handle = mesh.recv("pp", tensor, source, tag=self._tag(message), is_async=True)
         self._posted[message] = (tensor, handle)
@@ -210,18 +211,18 @@ class StageChunk:
 
     `compute(stage, micro, x)` runs the stage on micro-batch number `micro` and gives what the next
     stage takes, or on the last stage the loss (a scalar, already divided by the global weight).
-    `num_rows(micro)` is the number of rows the model reads.
+    `boundary(stage, micro, is_output)` is an empty tensor as of `PipelineChunk`.
     """
 
     def __init__(
         self,
         stage: Stage,
         compute: Callable[[Stage, int, Tensor | None], Tensor],
-        num_rows: Callable[[int], int],
+        boundary: Callable[[Stage, int, bool], Tensor],
         *,
         keeps: bool = True,
     ) -> None:
-        self._stage, self._compute, self._num_rows = stage, compute, num_rows
+        self._stage, self._compute, self._boundary = stage, compute, boundary
         self._keeps = keeps
         self._live: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._late: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -230,8 +231,8 @@ class StageChunk:
     def num_live(self) -> int:
         return len(self._live) + len(self._late)
 
-    def boundary(self, micro: int) -> Tensor:
-        return self._stage.boundary(self._num_rows(micro))
+    def boundary(self, micro: int, *, is_output: bool) -> Tensor:
+        return self._boundary(self._stage, micro, is_output)
 
     def forward(self, micro: int, x: Tensor | None) -> Tensor | None:
         if x is not None and self._keeps:

@@ -139,13 +139,19 @@ class PipelineEngine(Engine):
                 part.context,
                 x_TE=x,
                 activation_checkpointing=self.config.activation_checkpointing,
+                **({} if part.seen is None else {"rows": part.seen}),
             )
             return score(stage, part, index, y) if stage.is_last else y
 
-        def num_rows(index: int) -> int:
-            return len(parts[index].ids_N)
+        def boundary(stage: Any, index: int, is_output: bool) -> Tensor:
+            seen, num_rows = parts[index].seen, len(parts[index].ids_N)
+            if seen is None:
+                found: Tensor = stage.boundary(num_rows)
+            else:
+                found = stage.boundary_of(seen, num_rows, is_output=is_output)
+            return found
 
-        chunks = [StageChunk(stage, compute, num_rows, keeps=keeps) for stage in self.stages]
+        chunks = [StageChunk(stage, compute, boundary, keeps=keeps) for stage in self.stages]
         return PipelineRunner(self.mesh, chunks)
 
     # -- one optimizer step ------------------------------------------------------------------
@@ -216,7 +222,8 @@ class PipelineEngine(Engine):
         for rank, names in enumerate(self.mesh.gather_json(HOLDERS, list(mine))):
             for name in names:
                 owners.setdefault(name, rank)
-        whole = hf.hf_views(Transformer(self.model.config, device="meta"))
+        config = self.model.config
+        whole = hf.hf_views(hf.model_class(config)(config, device="meta"))
         kind = self.model.dtype if dtype is None else dtype
         for name, shape in ((name, view.shape) for name, view in whole.items()):
             tensor = torch.empty(shape, dtype=kind, device=self.mesh.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -69,7 +70,9 @@ class Ranks(Alone):
     def optimizer(
         self, models: Sequence[Transformer], config: EngineConfig, dtype: torch.dtype
     ) -> ShardedAdamW:
-        self._optimizer = ShardedAdamW(
+        own = getattr(models[0], "sharded_adamw", None)  # a model that sees has its own
+        kind = ShardedAdamW if own is None else resolve_name(own)
+        self._optimizer = kind(
             models,
             config,
             self._grid,
@@ -144,7 +147,8 @@ class Ranks(Alone):
 
 def forget_packed(model: Transformer) -> None:
     """Drop every prepacked copy: products make them on the fly, for weights that come and go
-    (ZeRO-3)."""
+    (ZeRO-3). Whoever keeps something of the old ones learns of it as of a `repack`."""
+    model.num_repacks += 1
     for module in model.modules():
         if isinstance(module, Packed):
             module.forget()

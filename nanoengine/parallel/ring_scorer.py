@@ -34,16 +34,25 @@ class RingScorer(PassScorer):
 
     def part(self, micro: MicroBatch) -> RingPart:
         """This rank's rows of a micro-batch."""
+        if micro.kept_T is not None:
+            raise ValueError(
+                "cp: the ranks of a context have no log-probs over kept tokens; train such samples "
+                "with cp=1"
+            )
         ring = ContextSplit(micro, self._mesh)
-        top = micro.top_ids_TK
+        top, whole = micro.top_ids_TK, super().part(micro)
+        seen = None
+        if whole.seen is not None:  # a rank looks at the pictures that its rows read
+            seen = whole.seen.held(ring.own_rows, micro.num_rows)
         return RingPart(
             ids_N=ring.take(micro.ids_N),
-            positions_N=ring.take(micro.positions_N),
+            positions_N=ring.take(whole.positions_N),
             context=ring,
             rows=None,
             target_ids=ring.take(micro.target_ids_T),
             counted=ring.take(micro.loss_mask_T).nonzero().squeeze(1),
             top_ids=None if top is None else ring.take(top),
+            seen=seen,
             ring=ring,
         )
 

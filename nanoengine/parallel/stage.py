@@ -12,11 +12,13 @@ two copies stay equal because their gradients are summed, see `sum_tied_gradient
 from __future__ import annotations
 
 import dataclasses
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
 
 from nanoengine.architectures.moe import ExpertSplit
+from nanoengine.formats.families import sees
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
@@ -24,6 +26,9 @@ from nanoengine.model.linear import PackedLinear, TensorSplit
 from nanoengine.model.transformer import Transformer, layer_class
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.parameter_record import record_of
+
+_MODEL_CLASS = "nanoengine.formats.hf:model_class"
+_SEEING = "nanoengine.vision.seeing_stage:SeeingStage"
 
 
 class Elsewhere(nn.Module):
@@ -46,10 +51,7 @@ class Stage(Transformer):
         experts: ExpertSplit | None = None,
     ) -> None:
         held = split_layers(config.num_layers, num_stages)[index]
-        dense = (0,) if config.num_experts else ()
-        small = dataclasses.replace(
-            config, num_layers=1, dense_layers=dense, window_layers=(), unroped_layers=()
-        )
+        small = self.of_one_layer(config)
         super().__init__(small, dtype, device, head_dtype=head_dtype, split=split, experts=experts)
         self.config = config
         self.index, self.num_stages = index, num_stages
@@ -68,6 +70,14 @@ class Stage(Transformer):
         if config.tie_word_embeddings and num_stages > 1 and (self.is_first or self.is_last):
             record = record_of(self.embedding)
             record.is_deferred, record.is_copy = True, self.is_last
+
+    @classmethod
+    def of_one_layer(cls, config: ModelConfig) -> ModelConfig:
+        """The shape of what a stage has beside its layers."""
+        dense = (0,) if config.num_experts else ()
+        return dataclasses.replace(
+            config, num_layers=1, dense_layers=dense, window_layers=(), unroped_layers=()
+        )
 
     @property
     def first_layer(self) -> DecoderLayer:
@@ -102,11 +112,12 @@ class Stage(Transformer):
             return self._finish(x_TE, residual_TE, ids_T.shape[0])
         return residual_TE + x_TE
 
-    def boundary(self, num_rows: int) -> Tensor:
-        """An empty tensor for what travels between stages, for a micro-batch of so many rows."""
+    def boundary(self, num_rows: int, num_more: int = 0) -> Tensor:
+        """An empty tensor for what travels between stages, for a micro-batch of so many rows;
+        `num_more` travel below those of the stream."""
         if self.split.sequence_parallel:
             num_rows = -(-num_rows // self.split.size)
-        shape = (num_rows, self.config.hidden_size)
+        shape = (num_rows + num_more, self.config.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def linear_weights(self) -> list[nn.Parameter]:
@@ -120,7 +131,7 @@ class Stage(Transformer):
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """The part of what the whole model would draw. Draws the whole model: for tests and small
         models; large ones are loaded."""
-        whole = Transformer(
+        whole = resolve_name(_MODEL_CLASS)(self.config)(
             self.config, self.dtype, str(self.device), split=self.split, experts=self.experts
         )
         whole.init_weights(seed, std)
@@ -145,8 +156,9 @@ def make_stages(
     num_ranks, rank = mesh.size("pp"), mesh.rank("pp")
     num_stages = num_ranks * num_chunks
     check_stages(config, num_ranks, num_chunks)
+    kind = stage_class(config)
     stages = [
-        Stage(
+        kind(
             config,
             chunk * num_ranks + rank,
             num_stages,
@@ -161,6 +173,14 @@ def make_stages(
     if num_ranks == 1 and config.tie_word_embeddings:
         stages[-1].embedding = stages[0].embedding
     return stages
+
+
+def stage_class(config: ModelConfig) -> type[Stage]:
+    """The class of a model's stages: those of one that sees hand on what its tower saw."""
+    if not sees(config.model_type):
+        return Stage
+    found: type[Stage] = resolve_name(_SEEING)
+    return found
 
 
 def check_stages(config: ModelConfig, num_ranks: int, num_chunks: int) -> None:

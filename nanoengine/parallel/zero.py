@@ -8,10 +8,10 @@ are rounded from it.
 With ZeRO-2 the whole gradient of a layer exists from the moment backward reaches the layer until
 it is reduced. ZeRO-3 keeps a bucket a layer: its weights are gathered when the layer is about to
 run, forward and backward, while the layer before it still computes, and freed after. The
-embedding, the last norm and the head stay for the whole pass. Hooks on the layers say when. Freed
-tensors keep their views: only the storage behind them shrinks to nothing and returns, so between
-passes a parameter has a shape and no memory, and reading one outside `gathered` is an error that
-torch does not catch.
+embedding, the last norm, the head and a vision tower stay for the whole pass. Hooks on the layers
+say when. Freed tensors keep their views: only the storage behind them shrinks to nothing and
+returns, so between passes a parameter has a shape and no memory, and reading one outside `gathered`
+is an error that torch does not catch.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054. Left out: offloading to NVMe, hierarchical shards (HSDP), prefetching more than

@@ -24,13 +24,16 @@ Left out: the allocator's fragmentation, communication buffers, experts (refused
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 
+from nanoengine.config import VisionTrain
 from nanoengine.formats.families import family_of
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import DTYPES
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.stage import split_layers
 
@@ -39,6 +42,8 @@ CHECKPOINT_WIDTH = 3 * WIDTH["fp32"]
 """Bytes a parameter of a checkpoint: fp32 masters and two moments."""
 AVERAGE_WIDTH = WIDTH["fp32"]
 """Bytes a parameter of an average of the weights, in memory and in a checkpoint."""
+_TOWER_PARAMS = "nanoengine.vision.tower_footprint:tower_params"
+_TOWER_BYTES = "nanoengine.vision.tower_footprint:tower_activation_bytes"
 _FEWEST_ROWS = 512
 """That a pass is filled with, whatever they take: each pass adds to all gradients and lays all
 weights out, which fewer rows do not make up for."""
@@ -56,6 +61,7 @@ class Plan(Layout):
     chunks: int = 1
     dtype: str = "bf16"
     on_cpu: bool = False
+    vision_train: VisionTrain = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +124,33 @@ def num_params(config: ModelConfig) -> int:
     experts = config.num_experts * hidden * (3 * width + 1)  # and the router
     if family_of(config.model_type).experts == "stacked":  # all with biases
         experts += config.num_experts * (2 * width + hidden + 1)
-    return total + num_moe * (experts - 3 * hidden * config.intermediate_size)
+    total += num_moe * (experts - 3 * hidden * config.intermediate_size)
+    return total + _tower_params(config)[0]
+
+
+def _tower_params(config: ModelConfig, train: VisionTrain = "all") -> tuple[int, int]:
+    """Parameters of a vision tower, and those that are trained; a text model has none."""
+    vision = getattr(config, "vision", None)
+    if vision is None:
+        return 0, 0
+    found: tuple[int, int] = resolve_name(_TOWER_PARAMS)(vision, train)
+    return found
+
+
+def tower_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
+    """Count what a vision tower keeps for the backward pass where so many tokens are of pictures;
+    of a text model nothing."""
+    vision = getattr(config, "vision", None)
+    if vision is None:
+        return 0.0
+    patches = num_tokens * vision.patches_per_token
+    kept: float = resolve_name(_TOWER_BYTES)(
+        *(vision, DTYPES[plan.dtype], patches),
+        train=plan.vision_train,
+        checkpointing=plan.checkpointing,
+        on_cpu=plan.on_cpu,
+    )
+    return kept
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -141,6 +173,15 @@ def training_widths(dtype: str, *, on_cpu: bool = False) -> Widths:
     wide = max(WIDTH["fp32"], width)
     master = 0 if width == wide else wide - width if on_cpu else wide
     return Widths(width, wide, 2 * wide + master)
+
+
+def training_bytes(config: ModelConfig, dtype: str, vision_train: VisionTrain = "all") -> int:
+    """Weights, gradients and optimizer of a model that is trained on one GPU; of a vision tower
+    what is frozen has weights alone."""
+    width = training_widths(dtype)
+    every = num_params(config)
+    tower, trained = _tower_params(config, vision_train)
+    return every * width.weight + (every - tower + trained) * (width.gradient + width.optimizer)
 
 
 def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
@@ -185,6 +226,7 @@ def rows_of_a_pass(model: Transformer, num_bytes: int) -> int:
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(model.dtype, "fp64")
     plan = Plan(dtype=dtype, on_cpu=True)
     row_bytes = layer_activation_bytes(model.config, plan, 1) * model.config.num_layers
+    row_bytes += tower_bytes(model.config, plan, 1)  # each may be a picture's
     return max(_FEWEST_ROWS, int(num_bytes / row_bytes))
 
 
@@ -210,15 +252,22 @@ class Memory:
 
 
 def rank_memory(
-    config: ModelConfig, plan: Plan, rank: int, micro_tokens: int, peak_live: int
+    config: ModelConfig,
+    plan: Plan,
+    rank: int,
+    micro_tokens: int,
+    peak_live: int,
+    picture_tokens: int | None = None,
 ) -> Memory:
-    """Memory of pipeline rank `rank` with `peak_live` activations of a chunk alive at once."""
+    """Memory of pipeline rank `rank` with `peak_live` activations of a chunk alive at once. Of the
+    tokens `picture_tokens` are different pictures' (None: all may be), where the model sees."""
     params = rank_params(config, plan, rank)
     shards = plan.dp * plan.cp
     width = training_widths(plan.dtype, on_cpu=plan.on_cpu)
     tokens = micro_tokens // plan.cp
     num_layers = len(split_layers(config.num_layers, plan.pp * plan.chunks)[rank])
     layer = layer_activation_bytes(config, plan, tokens)
+    pictures = micro_tokens if picture_tokens is None else picture_tokens
     if plan.checkpointing:
         split = plan.tp if plan.sequence_parallel else 1
         entry = tokens * 2 * config.hidden_size / split * WIDTH[plan.dtype]
@@ -227,10 +276,14 @@ def rank_memory(
         activations = peak_live * num_layers * layer
     if rank == plan.pp - 1:
         activations += head_activation_bytes(config, plan, tokens)
+    tower, trained = _tower_params(config, plan.vision_train) if rank == 0 else (0, 0)
+    if rank == 0:
+        activations += tower_bytes(config, plan, pictures)
+    trained += params
     return Memory(
-        params=params * width.weight / (shards if plan.zero == 3 else 1),
-        grads=params * width.gradient / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
-        optimizer=params * width.optimizer / (shards if plan.zero else 1),
+        params=(params + tower) * width.weight / (shards if plan.zero == 3 else 1),
+        grads=trained * width.gradient / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
+        optimizer=trained * width.optimizer / (shards if plan.zero else 1),
         activations=activations,
     )
 

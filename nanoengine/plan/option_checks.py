@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import get_args
 
-from nanoengine.config import AdamWConfig, Dtype, EngineConfig
+from nanoengine.config import AdamWConfig, Dtype, EngineConfig, VisionTrain
 
 
 def check_update(config: AdamWConfig) -> None:
@@ -53,3 +53,10 @@ def check_engine(config: EngineConfig) -> None:
         raise ValueError(
             f"bucket_bytes={config.bucket_bytes}: must be 0 (every layer alone) or more"
         )
+    if config.vision_train not in get_args(VisionTrain):
+        raise ValueError(
+            f"vision_train={config.vision_train!r}: must be one of "
+            f"{', '.join(get_args(VisionTrain))}"
+        )
+    if config.vision_lr is not None and not 0 < config.vision_lr < math.inf:
+        raise ValueError(f"vision_lr={config.vision_lr}: must be positive and finite, or None")

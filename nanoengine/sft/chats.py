@@ -8,6 +8,8 @@ has beyond the prompt that generation would start from, up to the last end-of-tu
 
     engine.train_step(samples, sft_loss, num_loss_tokens)      # mean over the tokens of the batch
 
+Parts of messages may be pictures, for a tokenizer of a model that sees: by a path relative to the
+file, a data URL, or in a column "images" (vision/picture_chats.py).
 A sample may carry a field "weight" (per token); without one every masked token weighs 1.
 Left out: chat templates that rewrite earlier turns (the line is refused), and text without a chat.
 """
@@ -19,6 +21,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -26,6 +29,9 @@ from torch import Tensor
 
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.text.tokenizer import ChatTokenizer
+
+STORED_CHAT = "nanoengine.vision.picture_chats:stored_chat"
+"""Has a chat's pictures in a store."""
 
 
 class SftLoss:
@@ -63,7 +69,8 @@ def chat_sample(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Sample:
-    """The tokens of a chat, masked to those the assistant wrote."""
+    """The tokens of a chat, masked to those the assistant wrote, with its pictures. `ValueError`
+    for a chat with pictures where the tokenizer reads text."""
     tokens = tokenizer.encode_chat(messages, add_generation_prompt=False, tools=tools)
     mask = [0] * len(tokens)
     for i, message in enumerate(messages):
@@ -81,7 +88,8 @@ def chat_sample(
             mask[t] = 1
     if not any(mask):
         raise ValueError("no message of role 'assistant', so there is nothing to train on")
-    return Sample(tokens=tokens, loss_mask=mask)
+    images = tokenizer.images_in(tokens, messages, 0)
+    return Sample(tokens=tokens, loss_mask=mask, images=images)
 
 
 def read_chats(
@@ -101,7 +109,11 @@ def read_chats(
                 fields = json.loads(line)
                 if not isinstance(fields, dict) or not isinstance(fields.get("messages"), list):
                     raise ValueError('expected an object with a list under "messages"')
-                sample = chat_sample(tokenizer, fields["messages"], fields.get("tools"))
+                messages = fields["messages"]
+                if (store := getattr(tokenizer, "store", None)) is not None:
+                    shown = fields.get("images")
+                    messages = resolve_name(STORED_CHAT)(messages, shown, store, file.parent)
+                sample = chat_sample(tokenizer, messages, fields.get("tools"))
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{file}, line {number}: {error}") from error
             if len(sample.tokens) > max_tokens:

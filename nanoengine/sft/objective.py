@@ -15,6 +15,8 @@ from typing import Any
 from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LossFn, WeightFn
+from nanoengine.formats.families import sees
+from nanoengine.model.config import ModelConfig
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.sft.chats import num_loss_tokens, read_chats, sft_loss
@@ -38,6 +40,10 @@ class Objective(ABC):
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
+
+    def tokenizer(self, folder: Path) -> ChatTokenizer:
+        """The tokenizer of the model's folder."""
+        return ChatTokenizer.from_folder(folder)
 
     @abstractmethod
     def read(self, tokenizer: ChatTokenizer) -> tuple[list[Example], int]:
@@ -84,16 +90,40 @@ class Objective(ABC):
 
 
 class SftObjective(Objective):
-    """Cross-entropy on what the assistant wrote."""
+    """Cross-entropy on what the assistant wrote. A model that sees keeps the pictures of its chats
+    in the run's folder, under pictures/."""
 
     unit = "chats"
     loss = sft_loss
     weight = staticmethod(num_loss_tokens)
 
+    def __init__(self, config: SftConfig) -> None:
+        super().__init__(config)
+        self._pictures: Any = None  # the store, of a model that sees
+
+    def tokenizer(self, folder: Path) -> ChatTokenizer:
+        """One that keeps the pictures of chats, for a model that sees."""
+        if not sees(ModelConfig.from_folder(folder).model_type):
+            return super().tokenizer(folder)
+        from nanoengine.vision.seeing_tokenizer import seeing_tokenizer  # here: few models see
+
+        tokenizer = seeing_tokenizer(folder, self.config.out / "pictures")
+        self._pictures = tokenizer.store
+        return tokenizer
+
     def read(self, tokenizer: ChatTokenizer) -> tuple[list[Example], int]:
-        file, most = self.config.examples_file, self.config.max_tokens
-        samples, num_long = read_chats(file, tokenizer, most)
+        samples, num_long = read_chats(self.config.examples_file, tokenizer, self.config.max_tokens)
         return [(sample,) for sample in samples], num_long
+
+    def build(self, folder: Path, config: EngineConfig, mesh: Mesh) -> Engine:
+        engine = super().build(folder, config, mesh)
+        if self._pictures is not None:
+            from nanoengine.vision.sight import Sight  # here: few models see
+
+            models: list[Any] = engine.models
+            for model in models:
+                model.sight = Sight(model, self._pictures)
+        return engine
 
 
 def longest(example: Example) -> Sample:

@@ -35,7 +35,7 @@ from nanoengine.heads.sequence_classifier import (
     save_sequence_classifier,
 )
 from nanoengine.model.config import ModelConfig
-from nanoengine.packing import Sample, read_tokens
+from nanoengine.packing import Sample, read_keys
 from nanoengine.parallel.dealing import deal
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ class PairObjective(Objective):
         if isinstance(said, ValueError):
             raise said
         pair = tuple(self.sample(tokenizer, said, one) for one in (said.chosen, said.rejected))
-        if not num_shared(*map(read_tokens, pair)):
+        if not num_shared(*map(read_keys, pair)):
             raise ValueError("chosen and rejected share no token, so they answer no same prompt")
         return pair
 
@@ -212,5 +212,5 @@ class RewardModelObjective(PairObjective):
 
 def num_rows(example: Example) -> int:
     """The rows that the model reads of an example, what its samples share once."""
-    rows = [read_tokens(sample) for sample in example]
+    rows = [read_keys(sample) for sample in example]
     return sum(added_rows([rows[i] for i in depth_first(rows)]))

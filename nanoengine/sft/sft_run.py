@@ -50,9 +50,12 @@ from nanoengine.sft.sft_config import SftConfig
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanoengine.stop_signals import Interrupted, StopSignals
-from nanoengine.text.tokenizer import ChatTokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+READING_FILES = (
+    *("tokenizer.json", "tokenizer_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+"""By them a model's folder says what becomes of texts, and of pictures."""
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -90,8 +93,7 @@ class SftRun:
         """Everything that can be wrong with the options comes up before config.json is written."""
         config, objective = self.config, self.objective
         self.folder = resolve_model(config.model)
-        tokenizer = ChatTokenizer.from_folder(self.folder)
-        examples, self.num_long = objective.read(tokenizer)
+        examples, self.num_long = objective.read(objective.tokenizer(self.folder))
         torch.manual_seed(config.seed)
         self.engine = objective.build(self.folder, objective.engine_config(examples), self.mesh)
         self.order = Order(len(examples), config.seed)
@@ -194,7 +196,7 @@ class SftRun:
         with self.engine.optimizer.gathered():
             self.objective.write(self.engine, self.mesh, target)
         if self.is_first:
-            for name in (*TOKENIZER_FILES, *template_files(self.folder)):
+            for name in (*READING_FILES, *template_files(self.folder)):
                 if (self.folder / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(self.folder / name, target / name)

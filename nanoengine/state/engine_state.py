@@ -90,7 +90,7 @@ class EngineState:
         rng_tensors, rng_values = get_rng_state(engine.model.device)
         meta = {
             "version": engine.version,
-            "step_count": engine.optimizer.step_count,
+            **engine.optimizer.counts(),
             "dtype": engine.config.dtype,
             "rng": rng_values,
             "cursor": dict(cursor or {}),
@@ -125,7 +125,7 @@ class EngineState:
             for piece, tensor in held:
                 checkpoint.read_box(piece.name, piece.box, tensor)
         meta = checkpoint.meta
-        optimizer.step_count = meta["step_count"]
+        optimizer.recount(meta)
         optimizer.phase_start = meta["step_count"] - meta["version"]
         optimizer.write_back()
         if engine.average is not None and not averaged:

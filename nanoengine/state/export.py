@@ -20,6 +20,8 @@ from torch import Tensor
 from nanoengine.formats.hf import (
     clear_tensor_files,
     hf_views,
+    model_class,
+    name_in_folder,
     shard_names,
     write_config,
     write_index,
@@ -49,7 +51,7 @@ def export_hf(
     is_writer = mesh is None or mesh.rank() == 0
     shapes: dict[str, tuple[int, ...]] = {}
     if is_writer:
-        whole = Transformer(config, device="meta")
+        whole = model_class(config)(config, device="meta")
         shapes = {name: tuple(view.shape) for name, view in hf_views(whole).items()}
     pieces = {
         name: Piece(name, shape, Box((0,) * len(shape), shape), dtype_name(kind))
@@ -62,12 +64,13 @@ def export_hf(
     if is_writer:
         path.mkdir(parents=True, exist_ok=True)
         clear_tensor_files(path)
-        sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
+        written = {name_in_folder(name, config): shape for name, shape in shapes.items()}
+        sizes = {name: math.prod(shape) * kind.itemsize for name, shape in written.items()}
         files = shard_names(sizes, max_shard_bytes)
         views: dict[str, Tensor] = {}
         for file, names in files.items():
-            views |= map_safetensors(path / file, {name: shapes[name] for name in names}, kind)
-        wanted = [(pieces[name], views[name]) for name in pieces]
+            views |= map_safetensors(path / file, {name: written[name] for name in names}, kind)
+        wanted = [(pieces[name], views[name_in_folder(name, config)]) for name in pieces]
     resharder.run(held, wanted)
     if is_writer:
         for file in files:

@@ -5,7 +5,7 @@ Left out: the step (optim.py), what is kept while memory is lent (parked.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -38,6 +38,14 @@ class AdamW(FlatAdamW):
         self.config = config
         self.phase_start = self.step_count
         self.exp_avg.zero_()
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint says of the steps so far."""
+        return {"step_count": self.step_count}
+
+    def recount(self, counts: Mapping[str, Any]) -> None:
+        """Go on from what `counts` gave."""
+        self.step_count = counts["step_count"]
 
     def read_weights(self) -> None:
         """Take the parameters as the new masters, after somebody else wrote to them. Where

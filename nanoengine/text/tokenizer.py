@@ -23,6 +23,7 @@ from nanoengine.formats.template_files import as_config, read_templates, remove_
 from nanoengine.text.special_guard import SpecialGuard, mask_strings
 
 if TYPE_CHECKING:
+    from nanoengine.spans import ImageSpan
     from nanoengine.text.chat_template import ChatTemplates, Message
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
@@ -58,6 +59,8 @@ class ChatTokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         # Every one that text cannot spell (special_guard.py), "special" or not.
         self.control_ids = frozenset(i for i, token in added.items() if token.content.strip())
+        self.conversations: dict[bytes, Any] = {}
+        """What chat/turns.py has found out about the template."""
         self._templates: ChatTemplates | None = None
         if chat_template:
             from nanoengine.text.chat_template import ChatTemplates  # needs jinja2
@@ -199,20 +202,38 @@ class ChatTokenizer:
         """The chat as `encode_rendered` takes it, whole or in part: the text, in which masks stand
         where what was said could spell a control token, and these masks."""
         masks = self._guard.masks(all_text(messages, tools, variables))
-        masked = [
-            message
-            if message.get("role") in trusted_roles
-            else {k: v if k == "role" else mask_strings(v, masks) for k, v in message.items()}
-            for message in messages
-        ]
+        masked = [self._masked(message, masks, trusted_roles) for message in messages]
         text = self.render(
             masked, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
         return text, masks
 
+    def _masked(
+        self, message: Message, masks: dict[str, str], trusted_roles: frozenset[str]
+    ) -> Message:
+        if message.get("role") in trusted_roles:
+            return message
+        return {k: v if k == "role" else mask_strings(v, masks) for k, v in message.items()}
+
     def encode_rendered(self, text: str, masks: dict[str, str]) -> list[int]:
         """Ids of what `render_masked` made, or of a part of it."""
         return self._guard.encode_masked(text, masks)
+
+    def images_in(
+        self, ids: Sequence[int], messages: Sequence[Message], start: int
+    ) -> list[ImageSpan]:
+        """The pictures of encoded messages, whose tokens are `ids` from `start` on: none.
+        `ValueError` for messages with pictures: this model reads text (vision/ has those that
+        see)."""
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if part.get("type") not in (None, "text"):
+                    raise ValueError(
+                        f"a part of type {part['type']!r} in a message of {message.get('role')!r}: "
+                        "this model reads text alone; take one with a vision tower"
+                    )
+        return []
 
     def save(self, path: str | Path) -> None:
         """Write the files that `from_folder` reads; `config.json` belongs to the model."""

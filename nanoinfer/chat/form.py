@@ -4,7 +4,7 @@ Tools are listed by the template where it can, else described in the system mess
 results are written as the model writes them, and so is reasoning that a client sends back. A reply
 is split into reasoning, text and calls (reply.py).
 Trainer, recording endpoint and server make their prompts of this, so that a model is served in the
-context in which it was trained. Left out: images.
+context in which it was trained. Results with pictures: vision/brought_results.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,13 @@ class ChatForm:
     def _brought(self, results: list[Message]) -> list[Message]:
         if not results:
             return []
-        brought = self.parser.observation([result["content"] for result in results])
+        contents = [result["content"] for result in results]
+        if any(isinstance(one, list) for one in contents):
+            from nanoinfer.vision.brought_results import brought as bring  # here: few models see
+
+            brought = bring(self.parser.observation, contents)
+        else:
+            brought = self.parser.observation(contents)
         if len(brought) != len(results) or any(one["role"] in SPEAKERS for one in brought):
             return brought
         return [{**result, **one} for result, one in zip(results, brought, strict=True)]

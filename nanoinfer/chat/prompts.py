@@ -2,6 +2,7 @@
 
 A turn that goes on is rendered with a mark behind its text, and the prompt ends at the mark: so
 whatever a template prints before, around and behind a text, nothing that ends the turn is left.
+Where a model sees, a prompt is its tokens and the pictures among them.
 Left out: prompts that begin with sampled tokens (turns.py).
 """
 
@@ -9,10 +10,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanoengine.spans import ImageSpan
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
+
+
+class ChatPrompt(NamedTuple):
+    """The tokens of a prompt, and the pictures that some of them stand for, in order."""
+
+    ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+def chat_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message], **given: Any) -> ChatPrompt:
+    """`chat_ids`, and the pictures of the messages. `ValueError` as there, and for pictures where
+    the model reads text."""
+    ids = chat_ids(tokenizer, messages, **given)
+    return ChatPrompt(ids, tuple(tokenizer.images_in(ids, messages, 0)))
 
 
 def chat_ids(

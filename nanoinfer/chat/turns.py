@@ -18,14 +18,19 @@ sequence cannot follow it (nanorl/agents/tokens.py).
 
 from __future__ import annotations
 
+import copy
+import marshal
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.call_ids import SPEAKERS, with_ids
+
+_MOST_CONVERSATIONS = 256  # that a tokenizer remembers
 
 
 class AfterTurn(NamedTuple):
@@ -74,13 +79,10 @@ def ids_after_turn(
     ends.
     """
     opening = takewhile(lambda message: message["role"] != "assistant", history)
-    marked = _Marked(tokenizer, [*opening, history[-1]], tools, variables)
-    between = marked.ids_before(new)
-    end = _first(between, tokenizer.eos_ids)
-    if end is None:
-        end = _renamed_end(tokenizer, between, marked.ids([]))
-    ids = marked.ids(new)
-    if ids[: end + 1] != between[: end + 1]:
+    shapes = [{**message, "content": ""} for message in new]
+    marked = _marked(tokenizer, ([*opening, history[-1]], shapes, tools, variables))
+    end, ids = marked.end, marked.ids(new)
+    if ids[: end + 1] != marked.between[: end + 1]:
         raise ValueError(
             f"the chat template does not print an empty message of the role {new[0]['role']!r}"
         )
@@ -91,7 +93,7 @@ def ids_after_turn(
     # Another end was sampled. Where the template writes a history with another token than the one
     # that is sampled, or one that opens the next message and says who speaks there, it is that one;
     # any other, such as `<|endoftext|>`, ends a turn as well.
-    is_own = ids[end] in tokenizer.eos_ids and ids[end] in marked.ids([])
+    is_own = ids[end] in tokenizer.eos_ids and ids[end] in marked.closed
     return AfterTurn(ids[end + 1 :]) if is_own else AfterTurn(ids[end:], True)
 
 
@@ -112,44 +114,69 @@ def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
     return next((place for place, token in enumerate(ids) if token in wanted), None)
 
 
+def _marked(tokenizer: ChatTokenizer, asked: Any) -> _Marked:
+    """The conversation, made once for all that differ in what they are answered alone: the rollouts
+    of a group, and their turns. `asked` is what `_Marked` takes."""
+    known = tokenizer.conversations
+    try:
+        key = marshal.dumps(asked, 2)  # equal for equal values of equal types
+        marked: _Marked = known.get(key) or _Marked(tokenizer, *copy.deepcopy(asked))
+    except (ValueError, RecursionError):  # somebody's own class, deeply nested, or refused
+        return _Marked(tokenizer, *asked)
+    if key not in known:
+        if len(known) >= _MOST_CONVERSATIONS:
+            known.clear()
+        known[key] = marked
+    return marked
+
+
 class _Marked:
-    """A conversation with a mark in the place of what the assistant said last."""
+    """A conversation with a mark in the place of what the assistant said last. `shapes` are the
+    messages that answer it, without their contents."""
 
     def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        history: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
+        self, tokenizer: ChatTokenizer, history: Any, shapes: Any, tools: Any, variables: Any
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._shapes = tokenizer, shapes
         self._tools, self._variables = tools, variables
-        self._mark = _new_mark()
+        self._secret = secrets.token_hex(8)  # nobody can have written it
+        self._mark = f"x{self._secret}x"
         *opening, turn = history
         self._history = [*opening, _with_mark(turn, self._mark)]
         if turn.get("tool_calls") and self._mark not in self._rendered([])[0]:
             # The template prints no calls.
             self._history[-1] = {**self._history[-1], "content": self._mark}
 
-    def ids(self, new: Sequence[Message]) -> list[int]:
-        """The tokens behind the mark: up to the next turn, or without `new` messages to the end of
-        the finished chat."""
-        text, masks = self._rendered(new)
-        return self._tokenizer.encode_rendered(self._behind(text), masks)
-
-    def ids_before(self, new: Sequence[Message]) -> list[int]:
-        """The tokens between the mark and the content of the first of the `new` messages."""
-        marks = [_new_mark() for _ in new]
-        text, masks = self._rendered(
-            [{**message, "content": mark} for message, mark in zip(new, marks, strict=True)]
-        )
-        for message, mark in zip(new, marks, strict=True):
-            if mark not in text:
+    @cached_property
+    def between(self) -> list[int]:
+        """The tokens between the mark and the content of the first message that answers."""
+        marks = [f"x{self._secret}{place}x" for place in range(len(self._shapes))]
+        told = [{**one, "content": mark} for one, mark in zip(self._shapes, marks, strict=True)]
+        text, masks = self._rendered(told)
+        for message in told:
+            if message["content"] not in text:
                 raise ValueError(
                     f"the chat template does not print a message of the role {message['role']!r} "
                     "that follows an assistant's turn"
                 )
         return self._tokenizer.encode_rendered(self._behind(text.partition(marks[0])[0]), masks)
+
+    @cached_property
+    def closed(self) -> list[int]:
+        """The tokens behind the mark in a chat that is finished."""
+        return self.ids([])
+
+    @cached_property
+    def end(self) -> int:
+        """The place of the turn's end in `between`."""
+        end = _first(self.between, self._tokenizer.eos_ids)
+        return _renamed_end(self._tokenizer, self.between, self.closed) if end is None else end
+
+    def ids(self, new: Sequence[Message]) -> list[int]:
+        """The tokens behind the mark: up to the next turn, or without `new` messages to the end of
+        the finished chat."""
+        text, masks = self._rendered(new)
+        return self._tokenizer.encode_rendered(self._behind(text), masks)
 
     def _rendered(self, new: Sequence[Message]) -> tuple[str, dict[str, str]]:
         try:
@@ -173,10 +200,6 @@ class _Marked:
         if not mark:
             raise ValueError("the chat template does not print what the assistant says")
         return rest
-
-
-def _new_mark() -> str:
-    return f"x{secrets.token_hex(8)}x"  # nobody can have written it
 
 
 def _with_last_call(message: Message) -> Message:

@@ -2,7 +2,7 @@
 
 Bodies are read as the project's own server reads them (nanoinfer/server/requests.py), with its
 extensions but for those that would make a prompt or an answer no turn of an episode. Left out:
-images and audio.
+audio.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import read_json_body
 from nanoinfer.http.strict_body import Refused
 from nanoinfer.server.harmless import CHAT_REFUSED
+from nanoinfer.server.media import PictureTaker
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs, reasoning_json
 
@@ -66,8 +67,8 @@ class ChatDialect:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, body: Json) -> ApiCall:
-        asked = read_json_body(body, RecordedChat)
+    def read(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
+        asked = read_json_body(body, RecordedChat, pictures)
         forced = None
         if asked.is_tool_forced:
             forced = forced_tool(asked.tool_specs(), asked.forced_name)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from nanoengine.text.chat_template import Message
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Grammar, Output
+from nanoinfer.server.media import PictureTaker
 
 Json = dict[str, Any]
 
@@ -37,7 +38,8 @@ class ApiCall:
     """
 
     messages: list[Message]
-    """As chat templates read them: `content` is a text; an assistant's `tool_calls` are
+    """As chat templates read them: `content` is a text, or a list of texts and pictures,
+    `{"type": "image", "sha256"}`; an assistant's `tool_calls` are
     `{"id", "type": "function", "function": {"name", "arguments": {...}}}`; a result of one is of
     role "tool" with a `tool_call_id`. Reasoning that comes back is an assistant's
     `reasoning_content`."""
@@ -232,8 +234,9 @@ class Dialect(Protocol):
         """The path at which it is served, behind the episode's base URL: "/v1/chat/completions"."""
         ...
 
-    def read(self, body: Json) -> ApiCall:
-        """The call. ApiError 400 names the field that cannot be, and what can."""
+    def read(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
+        """The call, whose pictures are given to `pictures`; None: the model reads text. ApiError
+        400 names the field that cannot be, and what can."""
         ...
 
     def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
@@ -267,7 +270,7 @@ class CountingDialect(Dialect, Protocol):
         """The path at which it counts tokens, behind the episode's base URL."""
         ...
 
-    def read_count(self, body: Json) -> ApiCall:
+    def read_count(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
         """The call whose prompt is counted."""
         ...
 

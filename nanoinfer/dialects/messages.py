@@ -5,8 +5,9 @@ messages of role "tool" in their places; one with `is_error` begins with "Error:
 side are joined as they are. Thinking is shown to clients that ask for it (`thinking`), signed with
 the answer's id; where it comes back the model reads it as its template shows it. How much to think
 goes to the chat template.
-Documents and search results of text are text; other documents and images are left out of results
-with a note that says so, and refused in a user's turn.
+Pictures stand in a user's turn and in results of tools, for models that see. Documents and search
+results of text are text; other documents, and pictures where the model reads text alone, are left
+out of results with a note that says so, and refused in a user's turn.
 Left out: citations; tools that Anthropic runs or defines (foreign_tools.py); threads; answers that
 go on from a half-written one (prefill); log-probs, which this API does not have.
 """
@@ -47,7 +48,7 @@ from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES
 from nanoinfer.server.harmless import HARMLESS
-from nanoinfer.server.media import MediaPart, refuse_media
+from nanoinfer.server.media import MediaPart, PictureTaker, content_of, refuse_media
 from nanoinfer.server.template_fields import Effort, Thinking, thinking_variables
 
 DECIDED = ("temperature", "top_p", "top_k")
@@ -130,7 +131,7 @@ class ToolResultBlock(StrictBody):
     is_error: StrictBool = False
 
     def message(self) -> Message:
-        content = ("Error: " if self.is_error else "") + _joined(self.content)
+        content = content_of(self.content, "Error: " if self.is_error else "")
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
@@ -168,15 +169,18 @@ class UserTurn(StrictBody):
         return self
 
     def messages(self) -> list[Message]:
-        messages: list[Json] = []
-        for block in self.content:
-            if isinstance(block, ToolResultBlock):
-                messages.append(dict(block.message()))
-            elif messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += block.text
-            else:
-                messages.append({"role": "user", "content": block.text})
-        return [*messages]
+        messages: list[Message] = []
+        said: list[TextBlock | MediaPart] = []
+        for block in (*self.content, None):
+            if isinstance(block, TextBlock | MediaPart):
+                said.append(block)
+                continue
+            if said:
+                messages.append({"role": "user", "content": content_of(said)})
+                said = []
+            if block is not None:
+                messages.append(block.message())
+        return messages
 
 
 class AssistantTurn(StrictBody):
@@ -318,8 +322,8 @@ class MessagesDialect:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
 
-    def read(self, body: Json) -> ApiCall:
-        asked = read_json_body(body, MessageRequest)
+    def read(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
+        asked = read_json_body(body, MessageRequest, pictures)
         forced = asked.forced()
         return ApiCall(
             messages=asked.conversation(),
@@ -338,8 +342,8 @@ class MessagesDialect:
             sampling=given_fields(body, DECIDED),
         )
 
-    def read_count(self, body: Json) -> ApiCall:
-        asked = read_json_body(body, Prompt)
+    def read_count(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
+        asked = read_json_body(body, Prompt, pictures)
         return ApiCall(
             messages=asked.conversation(), tools=asked.specs(), variables=asked.variables()
         )
@@ -447,7 +451,7 @@ class MessageStream:
         self._index += 1
 
 
-def _joined(blocks: Sequence[TextBlock | MediaPart]) -> str:
+def _joined(blocks: Sequence[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 

@@ -6,7 +6,9 @@ the same episode, and `instructions` hold for one call, as in OpenAI's API.
 Log-probs are those of all tokens of a turn, its reasoning and calls included.
 A tool of a namespace is offered as `NAMESPACE__NAME`, one without a schema as a function with one
 text argument; calls of both come as their client knows them.
-Left out: images, audio and files (media.py); tools that OpenAI runs or defines (foreign_tools.py);
+Pictures stand in a user's message and in results of calls, for models that see. A `computer_call`
+of a history is a call of the function `computer`, and its screenshot the result.
+Left out: audio and files (media.py); tools that OpenAI runs or defines (foreign_tools.py);
 conversations and prompts that a server stores; background answers; how many of the tokens are
 reasoning.
 """
@@ -55,7 +57,13 @@ from nanoinfer.http.strict_body import Refused, StrictBody
 from nanoinfer.params import Grammar
 from nanoinfer.server.chat_messages import NOTES, RefusalPart, Text
 from nanoinfer.server.harmless import HARMLESS
-from nanoinfer.server.media import MediaPart, refusals, refuse_media
+from nanoinfer.server.media import (
+    MediaPart,
+    PictureTaker,
+    content_of,
+    refusals,
+    refuse_media,
+)
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanoinfer.server.responses import chat_logprobs
 from nanoinfer.server.template_fields import Reasoning, thinking_variables
@@ -86,6 +94,8 @@ Includable = Literal[
 
 
 def _as_parts(content: Any) -> Any:
+    if isinstance(content, dict):  # a screenshot
+        return [content]
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
@@ -109,7 +119,7 @@ class MessageItem(StrictBody):
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
-        refuse_media(self.content, "content")
+        refuse_media(self.content, "content", role=self.role)
         return self
 
 
@@ -138,11 +148,25 @@ class CallItem(StrictBody):
         return ApiToolCall(id=self.call_id, name=name, arguments=arguments)
 
 
+class ComputerCallItem(StrictBody):
+    """A call of OpenAI's computer: what to click or type, which is answered by a screenshot."""
+
+    ignored = OF_ITEMS | {"pending_safety_checks"}
+    type: Literal["computer_call"]
+    call_id: str
+    action: dict[str, Any] | None = None
+    actions: list[dict[str, Any]] = Field(default_factory=list)
+
+    def use(self) -> ApiToolCall:
+        given = {"actions": self.actions} if self.action is None else {"action": self.action}
+        return ApiToolCall(id=self.call_id, name="computer", arguments=json.dumps(given))
+
+
 class OutputItem(StrictBody):
     """The result of a call."""
 
-    ignored = OF_ITEMS | {"name", "namespace"}
-    type: Literal["function_call_output", "custom_tool_call_output"]
+    ignored = OF_ITEMS | {"acknowledged_safety_checks", "name", "namespace"}
+    type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
     call_id: str
     output: ItemParts
 
@@ -178,7 +202,7 @@ class OtherItem(BaseModel):
         raise refusals([(("type",), f"{self.type}: {why}", self.type)])
 
 
-TurnItem = MessageItem | CallItem | ReasoningItem
+TurnItem = MessageItem | CallItem | ComputerCallItem | ReasoningItem
 """What a turn of the assistant is made of."""
 
 
@@ -272,6 +296,8 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallItem, Tag("custom_tool_call")]
+    | Annotated[ComputerCallItem, Tag("computer_call")]
+    | Annotated[OutputItem, Tag("computer_call_output")]
     | Annotated[OutputItem, Tag("function_call_output")]
     | Annotated[OutputItem, Tag("custom_tool_call_output")]
     | Annotated[MoreToolsItem, Tag("additional_tools")]
@@ -423,19 +449,19 @@ def _messages(items: list[Item]) -> list[Message]:
         if isinstance(item, SilentItem):
             continue
         is_thought = all(isinstance(one, ReasoningItem) for one in turn)
-        if isinstance(item, CallItem) or (is_thought and _is_assistants(item)):
+        if isinstance(item, CallItem | ComputerCallItem) or (is_thought and _is_assistants(item)):
             turn.append(item)  # type: ignore[arg-type]
             continue
         if not is_thought:
             messages.append(_said(turn))
         turn = []
         if isinstance(item, OutputItem):
-            content = _joined(item.output)
+            content = content_of(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif _is_assistants(item):
             turn.append(item)  # type: ignore[arg-type]
         elif isinstance(item, MessageItem):
-            messages.append({"role": item.role, "content": _joined(item.content)})
+            messages.append({"role": item.role, "content": content_of(item.content)})
     return messages
 
 
@@ -446,14 +472,14 @@ def _is_assistants(item: Item | None) -> bool:
 
 def _said(turn: list[TurnItem]) -> Message:
     text = "".join(_joined(item.content) for item in turn if isinstance(item, MessageItem))
-    uses = [item.use() for item in turn if isinstance(item, CallItem)]
+    uses = [item.use() for item in turn if isinstance(item, CallItem | ComputerCallItem)]
     thoughts = [
         part.text for item in turn if isinstance(item, ReasoningItem) for part in item.content
     ]
     return assistant_message(text, uses, "\n".join(thoughts))
 
 
-def _joined(parts: Sequence[ItemText | RefusalPart | MediaPart]) -> str:
+def _joined(parts: Sequence[ItemPart]) -> str:
     return "".join(part.text for part in parts)
 
 
@@ -465,8 +491,8 @@ class ResponsesDialect:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, body: Json) -> ApiCall:
-        asked = read_json_body(body, ResponseRequest)
+    def read(self, body: Json, pictures: PictureTaker | None = None) -> ApiCall:
+        asked = read_json_body(body, ResponseRequest, pictures)
         continues = asked.continues()
         if not asked.input and not continues:
             raise ApiError(400, "input: give a text or at least one item", "input")

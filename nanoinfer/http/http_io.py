@@ -43,7 +43,7 @@ async def read_bytes(request: Request, limits: HttpLimits) -> bytes:
     """A body as it came. ApiError 413 where it is too long, 408 where it took too long."""
     limit_s = limits.body_timeout_s
     try:
-        raw = await asyncio.wait_for(_read_bytes(request, limits.max_body_bytes), limit_s)
+        raw = await asyncio.wait_for(_read_bytes(request, limits), limit_s)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:
@@ -68,10 +68,11 @@ async def in_proportion(size: int, work: Callable[[], T]) -> T:
     return await to_the_end(asyncio.to_thread(work))
 
 
-def read_json_body(value: dict[str, Any], model: type[Body]) -> Body:
-    """A JSON object as `model`. ApiError 400 names all that is wrong with it."""
+def read_json_body(value: dict[str, Any], model: type[Body], context: object = None) -> Body:
+    """A JSON object as `model`, whose validators are given `context`. ApiError 400 names all that
+    is wrong with it."""
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=context)
     except ValidationError as error:
         message, name = explained(error, value)
         raise ApiError(400, message, name) from None
@@ -95,8 +96,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-async def _read_bytes(request: Request, max_bytes: int) -> bytes:
-    too_long = ApiError(413, f"the body is longer than the limit of {max_bytes} bytes")
+async def _read_bytes(request: Request, limits: HttpLimits) -> bytes:
+    max_bytes = limits.max_body_bytes
+    too_long = ApiError(413, f"the body is longer than the limit of {limits.longest_body}")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_long

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +13,8 @@ class HttpLimits:
 
     max_body_bytes: int = 4 << 20
     """Longest request body."""
+    max_picture_body_bytes: int = 64 << 20
+    """The same where the model sees: clients send all pictures again with every request."""
     max_connections: int = 2048
     """Connections at a time; more are closed at once."""
     max_head_bytes: int = 16 << 10
@@ -28,6 +31,18 @@ class HttpLimits:
     request aborted otherwise. As nginx's send_timeout."""
     request_timeout_s: float = 600.0
     """A request must be answered within this time; what it asked for is aborted otherwise."""
+
+    def with_pictures(self) -> Self:
+        """Those of a model that sees."""
+        return replace(self, max_body_bytes=self.max_picture_body_bytes)
+
+    @property
+    def longest_body(self) -> str:
+        """The length of the longest body, for people."""
+        if self.max_body_bytes == self.max_picture_body_bytes:
+            size = f"{self.max_body_bytes} bytes ({self.max_body_bytes / (1 << 20):g} MiB)"
+            return f"{size}, pictures included; send fewer or smaller ones"
+        return f"{self.max_body_bytes} bytes"
 
     def __post_init__(self) -> None:
         for one in fields(self):

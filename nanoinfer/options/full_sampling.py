@@ -5,7 +5,7 @@ A request that truncates (top-k, top-p, min-p) draws from the tokens above a piv
 kept too. The log-prob stays that of the tempered distribution over the whole vocabulary, before
 top-k and top-p; a request may ask for that of temperature 1 instead (`raw_rows`). A truncated or
 edited request is sampled from another distribution; `sampled_logps` are that one's. Training wants
-neither truncation nor edits: then the two are the same.
+neither truncation nor edits, where the two are the same, or what was kept (kept_sampling.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class FullSamplingBatch(SamplingBatch):
     edits: Mapping[int, LogitEdits] = field(default_factory=dict)
     num_top: Mapping[int, int] = field(default_factory=dict)  # likeliest tokens to report
     raw_rows: Sequence[int] = ()  # whose reported log-probs are of temperature 1
+    kept_rows: Sequence[int] = ()  # whose reported log-probs are among the kept (kept_sampling.py)
 
     @classmethod
     def of(cls, batch: SamplingBatch) -> FullSamplingBatch:
@@ -64,7 +65,7 @@ def sample(logits_BV: Tensor, batch: FullSamplingBatch) -> Samples:
         for index, z_RV in chunks(logits_BV, rows):
             chunk, w_RV = index.numpy(), z_RV
             if is_edited:
-                w_RV = _edited(z_RV, [batch.edits[row] for row in chunk.tolist()])
+                w_RV = edited(z_RV, [batch.edits[row] for row in chunk.tolist()])
             if kind == _GREEDY:
                 picked, logp = pick(w_RV, 1.0, None)
                 own = torch.zeros(len(index))
@@ -108,7 +109,8 @@ def _alike(batch: FullSamplingBatch) -> list[tuple[tuple[float, int, bool], np.n
     ]
 
 
-def _edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
+def edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
+    """A copy of the logits, fp32, each row changed as it asks."""
     z_RV = logits_RV.to(torch.float32, copy=True)
     EditPlan.of(edits, z_RV.shape[1]).apply_(z_RV)
     return z_RV

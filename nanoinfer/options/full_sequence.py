@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from nanoengine.spans import content_ids
 from nanoinfer.options.logit_edits import LogitEdits, Matcher
 from nanoinfer.options.param_checks import is_edited
 from nanoinfer.options.text import TextStream
@@ -27,6 +28,7 @@ class FullSequence(Sequence):
         priority: int = 0,
     ) -> None:
         super().__init__(handle, ids, params, eos_ids, priority)
+        self.keys = content_ids(self.ids, params.images)
         self.edits: LogitEdits | None = None
         self.text: TextStream | None = None
         self.adapters: AdapterPool | None = None  # where `params.adapter`
@@ -70,6 +72,8 @@ class FullSequence(Sequence):
     ) -> None:
         """Take a sampled token. Its text may end the request, and its grammar."""
         super().append(token, logp, version, sampled_logp, cache_version)
+        if self.keys is not self.ids:
+            self.keys.append(token)
         if token in self.stop_ids:
             if self.text is not None and self.params.include_stop:
                 self.text.push(token)
@@ -111,7 +115,8 @@ def resume(seq: Sequence, sampled: Output) -> None:
     """Take tokens that were sampled elsewhere as if they had been sampled here. `ValueError` if
     they could not be this request's."""
     num_tokens = len(sampled.ids)
-    tops = sampled.top_logps if seq.params.top_logps else [[]] * num_tokens
+    has_tops = bool(seq.params.top_logps) or seq.params.logps_mode == "kept"
+    tops = sampled.top_logps if has_tops else [[]] * num_tokens
     # older engines have none, and clients that know no such column do not cut it
     cached = (sampled.cache_versions or sampled.versions)[:num_tokens]
     columns = (sampled.logps, sampled.versions, sampled.sampled_logps, tops, cached)
@@ -128,7 +133,7 @@ def resume(seq: Sequence, sampled: Output) -> None:
                 f"sampled: the request ended after {at} of its {num_tokens} tokens "
                 f"({seq.finish_reason}); give what an abort left"
             )
-        if isinstance(seq, FullSequence) and seq.params.top_logps:
+        if isinstance(seq, FullSequence) and has_tops:
             seq.top_logps.append(top)
         seq.append(token, logp, version, sampled_logp, cache_version)
     if seq.finish_reason is not None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from nanoinfer.sequence import Sequence
 from nanoinfer.variants.adapters import AdapterPool
 from nanoinfer.variants.speculative import DraftedStep, accept
 
+_PICTURES = "nanoinfer.vision.step_pictures:pictures_of"
 _U64 = (1 << 64) - 1
 
 
@@ -70,6 +73,7 @@ class FullStepOptions:
     scored: Scored | None = None
     adapter_rows: dict[str, Tensor] = field(default_factory=dict)  # in T, of each adapter
     adapters: AdapterPool | None = None  # that those are of
+    pictures: Any = None  # of its sequences (vision/step_pictures.py)
 
     def take(
         self, step: Step, result: RunnerOutput, scheduler: BatchScheduler, version: int
@@ -111,14 +115,20 @@ def ask(inputs: StepInput, step: Step) -> StepInput:
         *(inputs.sampling.temperatures, inputs.sampling.seeds, inputs.sampling.positions),
         *(top_ks.astype(np.int64), top_ps, min_ps),
         edits=edits,
-        num_top={i: seq.params.top_logps for i, seq in enumerate(drawn) if seq.params.top_logps},
+        num_top={
+            i: seq.params.top_logps
+            for i, seq in enumerate(drawn)
+            if seq.params.top_logps and seq.params.logps_mode != "kept"
+        },
         raw_rows=[i for i, seq in enumerate(drawn) if seq.params.logps_mode == "raw"],
+        kept_rows=[i for i, seq in enumerate(drawn) if seq.params.logps_mode == "kept"],
     )
     adapters = [seq.adapters for seq in step.seqs if isinstance(seq, FullSequence)]
     options = FullStepOptions(
         _scored(step),
         _adapter_rows(step),
         next((pool for pool in adapters if pool is not None), None),
+        resolve_name(_PICTURES)(step) if any(seq.params.images for seq in step.seqs) else None,
     )
     return replace(inputs, sampling=sampling, options=options)
 

@@ -49,6 +49,10 @@ def check_params(params: SamplingParams) -> None:
         raise ValueError(
             f"logps_mode={params.logps_mode!r}: one of {', '.join(get_args(LogpsMode))}"
         )
+    if params.logps_mode == "kept":
+        from nanoinfer.options.kept_sampling import check_kept  # here: few requests need it
+
+        check_kept(params)
     _check_edits(params)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Rows
 from pathlib import Path
+from pkgutil import resolve_name
 
 from nanoengine.adapters.lora import Adapter
 from nanoengine.model.transformer import Transformer
@@ -17,22 +19,35 @@ from nanoinfer.scheduler import BatchScheduler
 from nanoinfer.sequence import Sequence
 from nanoinfer.variants.adapters import AdapterPool
 
+_CHECK_PICTURES = "nanoinfer.vision.step_pictures:check_pictures"
+
 
 class RequestProcessor:
     """Knows the adapters that are loaded, and the grammars that were compiled."""
 
     def __init__(self, model: Transformer) -> None:
         self.adapters = AdapterPool(model)
-        self._vocab_size = model.config.vocab_size
+        self._model = model
+        self._vocab_size, self._device = model.config.vocab_size, model.device
         self._grammars: GrammarCompiler | None = None
 
     def check(
-        self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: ChatTokenizer | None
+        self,
+        ids: Rows[int],
+        params: SamplingParams,
+        eos_ids: Iterable[int],
+        tokenizer: ChatTokenizer | None,
     ) -> None:
-        """`ValueError` for params that this engine cannot serve."""
+        """`ValueError` for a prompt with params that this engine cannot serve."""
         self.adapters.check(params.adapter)
         check_ids(params, self._vocab_size)
+        if params.images:
+            resolve_name(_CHECK_PICTURES)(self._model, ids, params)
         check_can_go_on(params, eos_ids)
+        if params.logps_mode == "kept":
+            from nanoinfer.options.kept_sampling import check_device  # here: few requests need it
+
+            check_device(self._device)
         if wants_text(params):
             _needed(tokenizer, "stop or detokenize")
         if params.grammar is not None:

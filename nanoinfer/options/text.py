@@ -12,6 +12,7 @@ from nanoinfer.params import SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character yet decode to
 _MAX_WINDOW = 8  # tokens decoded again with each new one; a longer window begins anew
+_MAX_BEGUN = 3  # bytes of a character that is not complete
 _MAX_HELD = 8  # tokens without a complete character before broken bytes are given as they are
 
 
@@ -56,14 +57,20 @@ class TextStream:
         """Take a token. Returns the stop text it completed; `text` then ends before that,
         or with it."""
         self._ids.append(token)
-        window = self._decoded(self._start)
-        if window.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MAX_HELD:
-            return None
-        return self._take(window)
+        window, end = self._decoded(self._start), len(self._ids)
+        if window.endswith(_INCOMPLETE):
+            if end - self._read < _MAX_HELD:
+                return None
+            # Broken bytes are given as they are, but for the last ones: they may begin a character.
+            for place in range(end - _MAX_BEGUN, end + 1):
+                known = self._decoded(self._start, place)
+                if window.startswith(known):
+                    return self._take(known, place)
+        return self._take(window, end)
 
     def finish(self) -> str | None:
         """No token follows: show what was held back."""
-        return self._take(self._decoded(self._start))
+        return self._take(self._decoded(self._start), len(self._ids))
 
     def settled(self) -> str:
         """The part of `text` that cannot become part of a stop text any more."""
@@ -72,16 +79,16 @@ class TextStream:
                 return self.text[:-size]
         return self.text
 
-    def _decoded(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special=self._skip_special)
+    def _decoded(self, start: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special=self._skip_special)
 
-    def _take(self, window: str) -> str | None:
+    def _take(self, window: str, end: int) -> str | None:
         new = window[len(self._shown) :]
         if not new:
             return None
-        before, self._read, self._shown = self._read, len(self._ids), window
+        before, self._read, self._shown = self._read, end, window
         if self._read - self._start > _MAX_WINDOW:
-            self._start, self._shown = before, self._decoded(before)
+            self._start, self._shown = before, self._decoded(before, end)
         search_from = max(self._num_free_chars, len(self.text) - self._longest + 1)
         self.text += new
         if len(self._ids) <= self._min_tokens:

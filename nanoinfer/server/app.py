@@ -25,9 +25,11 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast, get_args
 
 import torch
@@ -39,7 +41,7 @@ from starlette.routing import Route
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.chat.form import ChatForms
-from nanoinfer.chat.prompts import chat_ids
+from nanoinfer.chat.prompts import ChatPrompt, chat_prompt
 from nanoinfer.http.api_error import (
     ApiError,
     ClientDisconnectedError,
@@ -53,7 +55,9 @@ from nanoinfer.http.http_io import (
     SHOWN_BYTES,
     Handler,
     in_proportion,
+    parse_object,
     read_body,
+    read_bytes,
     read_json_body,
     read_object,
 )
@@ -93,6 +97,8 @@ from nanoinfer.server.sglang_generate import SglangGenerate, SglangGenerator
 from nanoinfer.server.text_routes import TextRoutes
 
 LOG = logging.getLogger("nanoinfer.http")
+_LET_SEE = "nanoinfer.vision.served_pictures:let_see"  # here: few models see
+_READER = "nanoinfer.vision.picture_reader:PictureReader"
 OPEN_ROUTES = frozenset({"/", "/health"})  # a browser that opens the page has no key yet
 
 
@@ -114,9 +120,12 @@ def make_app(config: ServerConfig) -> HttpApp:
     )
     for adapter, folder in adapters.items():
         llm.engine.load_adapter(adapter, folder)
+    tokenizer = llm.tokenizer
+    if hasattr(llm.engine.model, "visual"):
+        tokenizer = resolve_name(_LET_SEE)(llm.engine.model, config.model)
     return HttpApp(
         AsyncEngine(llm.engine),
-        llm.tokenizer,
+        tokenizer,
         model_name=name,
         limits=config.limits,
         access=Access(
@@ -144,7 +153,8 @@ def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
 
 
 class HttpApp:
-    """The routes over one engine. Weights are read below `weights_root`, nowhere else."""
+    """The routes over one engine. Weights are read below `weights_root`, nowhere else. A tokenizer
+    with a store of pictures is one of a model that sees."""
 
     def __init__(
         self,
@@ -159,11 +169,18 @@ class HttpApp:
     ) -> None:
         self.client = client
         self.metrics = HttpMetrics(client.metrics)
-        self._completions = Completions(client, limits, self.metrics)
+        store = getattr(tokenizer, "store", None)
+        reader = None
+        if store is not None:
+            reader, limits = resolve_name(_READER)(store), limits.with_pictures()
+        hold = getattr(store, "held", nullcontext)
+        self._completions = Completions(client, limits, self.metrics, hold)
         self._tokenizer = tokenizer
         self._forms = ChatForms(tokenizer)
         self._bound = PromptBound(tokenizer, client.engine.room(0), most_at_once=2)
-        self._model = ServedModel(client, tokenizer, model_name, self._bound, folder)
+        self._model = ServedModel(
+            client, tokenizer, model_name, self._bound, folder, reader, limits.max_images
+        )
         self._control = Control(self._model, self._completions, weights_root)
         self._sglang = SglangGenerator(self._model, self._completions, self._control)
         self._model_name = model_name
@@ -262,16 +279,19 @@ class HttpApp:
     # Completions
 
     async def chat(self, request: Request) -> Response:
-        body: ChatCompletion = await self._read(request, ChatCompletion)
+        raw = await read_bytes(request, self._limits)
+        body: ChatCompletion = await self._model.read(
+            len(raw), lambda taker: read_json_body(parse_object(raw), ChatCompletion, taker)
+        )
         head = self._head("chatcmpl", "chat.completion", body)
         messages = [message.for_template() for message in body.messages]
         tools, variables = body.tool_specs(), body.variables()
         form = self._forms.of(tools)
         limit = body.max_completion_tokens or body.max_tokens
         with user_errors():
-            ids = await self._bound.encoded(
+            prompt = await self._bound.encoded(
                 [messages, tools, variables],
-                lambda: chat_ids(
+                lambda: chat_prompt(
                     self._tokenizer,
                     form.opening(messages),
                     tools=form.schemas,
@@ -279,9 +299,12 @@ class HttpApp:
                     has_opening=body.has_opening,
                     is_continued=body.is_continued,
                 ),
+                is_seeing=self._model.pictures is not None,
             )
-            ids = body.cut(ids, self._bound.max_tokens, limit)
-            jobs = await self._jobs(body, [ids], limit)
+            ids = body.cut(prompt.ids, self._bound.max_tokens, limit)
+            if prompt.images and len(ids) < len(prompt.ids):
+                raise ValueError("truncate_prompt_tokens: would cut pictures; leave some out")
+            jobs = await self._jobs(body, [ChatPrompt(ids, prompt.images)], limit)
         if body.return_token_ids:
             head["prompt_token_ids"] = ids
         written = ChatFormat(self._tokenizer, body, form, messages, ids)
@@ -293,7 +316,8 @@ class HttpApp:
         with user_errors():
             limit = 16 if body.max_tokens is None else body.max_tokens  # 16 as in OpenAI's API
             prompts = [
-                body.cut(ids, self._bound.max_tokens, limit) for ids in await self._prompts(body)
+                ChatPrompt(body.cut(ids, self._bound.max_tokens, limit))
+                for ids in await self._prompts(body)
             ]
             jobs = await self._jobs(body, prompts, max(1, limit))
         return await self._answer(request, body, jobs, head, TextFormat(self._tokenizer, body))
@@ -317,18 +341,19 @@ class HttpApp:
         return self._model.adapter(model)
 
     async def _jobs(
-        self, body: Sampling, prompts: list[list[int]], limit: int | None
+        self, body: Sampling, prompts: list[ChatPrompt], limit: int | None
     ) -> list[CompletionJob]:
         seed = uuid.uuid4().int % 2**63
 
         adapter = self._adapter(body.model)
+        images = prompts[0].images  # several prompts are texts
 
         def params(room: int) -> SamplingParams:
-            made = replace(body.params(limit or room, seed), adapter=adapter)
+            made = replace(body.params(limit or room, seed), adapter=adapter, images=images)
             is_scored = isinstance(body, Completion) and body.echo and body.logprobs is not None
             return replace(made, prompt_logps=True) if is_scored else made
 
-        return await self._completions.admit(prompts, body.n, params)
+        return await self._completions.admit([one.ids for one in prompts], body.n, params)
 
     async def _answer(
         self,
@@ -384,6 +409,7 @@ class HttpApp:
         name = body.request_id or uuid.uuid4().hex
         with user_errors():
             params = body.sampling()
+            await self._model.check_images(params.images)
             jobs = await self._completions.admit([body.ids], params.n, lambda _: params)
         if body.stream:
             return self._completions.stream(
@@ -405,6 +431,7 @@ class HttpApp:
             part = body.part()
             params = body.sampling(max(1, self.client.engine.room(len(ids))), seed)
             params = replace(params, adapter=params.adapter or adapter)
+            await self._model.check_images(params.images)
             if part is not None and params.n > 1:
                 raise ValueError("sampled: is of one completion; set n to 1")
             jobs = await self._completions.admit([ids], params.n, lambda _: params, part)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, model_validator
 
 from nanoinfer.http.strict_body import Refused, StrictBody
-from nanoinfer.server.media import MediaPart, refuse_media
+from nanoinfer.server.media import MediaPart, content_of, refuse_media
 
 Text = Annotated[str, Field(min_length=1)]
 NOTES = frozenset({"cache_control", "extra_content", "id", "index", "provider_specific_fields"})
@@ -128,7 +128,9 @@ class ChatMessage(StrictBody):
         *("annotations", "audio", "function_call", "parsed", "phase", "reasoning_details"),
         *("reasoning_items", "refusal", "status", "thinking_blocks"),
     }
-    refused = {"images": Refused("this model reads text; leave it out")}  # noqa: RUF012
+    refused = {  # noqa: RUF012
+        "images": Refused("pictures are parts of the content, for models that see; leave it out")
+    }
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], BeforeValidator(_as_parts)] = Field(default_factory=list)
     name: str | None = None
@@ -143,16 +145,13 @@ class ChatMessage(StrictBody):
     @model_validator(mode="after")
     def _is_text(self) -> Self:
         if self.role != "tool":
-            refuse_media(self.content, "content")
+            refuse_media(self.content, "content", role=self.role)
         return self
 
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: text in one piece, arguments as objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        """The message as chat templates read it: text in one piece, or a list of texts and pictures
+        (`content_of`); arguments as objects."""
+        message: dict[str, Any] = {"role": self.role, "content": content_of(self.content)}
         for key in ("name", "tool_call_id"):
             if getattr(self, key) is not None:
                 message[key] = getattr(self, key)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nanoengine.spans import ImageSpan
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import Emit, EventStream, while_connected
@@ -42,7 +43,15 @@ class CompletionJob:
 class Completions:
     """Runs jobs on an engine and counts them."""
 
-    def __init__(self, client: AsyncEngine, limits: CompletionLimits, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        client: AsyncEngine,
+        limits: CompletionLimits,
+        metrics: HttpMetrics,
+        hold: Callable[[Sequence[ImageSpan]], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Pictures stay, `hold` sees to that, as long as a completion needs them."""
+        self._hold = hold
         self._client = client
         self._limits = limits
         self._metrics = metrics
@@ -150,6 +159,12 @@ class Completions:
         self, job: CompletionJob, priority: int, name: str, on_chunk: OnChunk | None
     ) -> Output:
         self._check_open()  # drained since it was admitted
+        with self._hold(job.params.images):
+            return await self._held(job, priority, name, on_chunk)
+
+    async def _held(
+        self, job: CompletionJob, priority: int, name: str, on_chunk: OnChunk | None
+    ) -> Output:
         if on_chunk is None:
             return await self._client.generate(job.ids, job.params, priority, name, job.sampled)
         start, output = time.perf_counter(), None

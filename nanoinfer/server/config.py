@@ -22,6 +22,8 @@ class CompletionLimits(HttpLimits):
     """Completions in flight, waiting ones included; more are answered 429."""
     max_completions_per_request: int = 128
     """Prompts times n of one request."""
+    max_images: int = 256
+    """Pictures in one request to a model that sees, those of its history included."""
 
 
 @dataclass(frozen=True, kw_only=True)

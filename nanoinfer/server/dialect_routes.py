@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nanoinfer.chat.form import ChatForms
+from nanoinfer.chat.prompts import ChatPrompt, chat_prompt
 from nanoinfer.dialects import agent_dialects
 from nanoinfer.dialects.call_params import call_params
 from nanoinfer.dialects.exchange import (
@@ -46,6 +47,7 @@ from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.options.streams import StreamChunk
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.kept_answers import KeptAnswers
+from nanoinfer.server.media import PictureTaker
 from nanoinfer.server.served_model import ServedModel
 
 
@@ -77,13 +79,14 @@ class DialectRoutes:
             name, call = await self._read(request, dialect.read)
             call = self._kept.continued(call)
             adapter = self._model.adapter(name)
-            ids = await self.prompt_ids(call)
+            prompt = await self.prompt(call)
+            ids = prompt.ids
             room = self._model.client.engine.room(len(ids))
             if room < 1:
                 raise self._model.bound.error()
             seed = uuid.uuid4().int % 2**63
             with user_errors():
-                params = call_params(call, room, seed, adapter)
+                params = replace(call_params(call, room, seed, adapter), images=prompt.images)
                 (job,) = await self._completions.admit([ids], 1, lambda _: params)
             begun = ApiAnswer(
                 id=uuid.uuid4().hex,
@@ -153,40 +156,45 @@ class DialectRoutes:
         async def count(request: Request) -> Response:
             name, call = await self._read(request, dialect.read_count)
             self._model.adapter(name)
-            return JSONResponse(dialect.write_count(len(await self.prompt_ids(call))))
+            prompt = await self.prompt(call)
+            return JSONResponse(dialect.write_count(len(prompt.ids)))
 
         return count
 
-    async def prompt_ids(self, call: ApiCall) -> list[int]:
-        """The tokens of a call's prompt. ApiError where the template takes no such conversation."""
+    async def prompt(self, call: ApiCall) -> ChatPrompt:
+        """The prompt of a call. ApiError where the template takes no such conversation."""
         messages = call.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise ApiError(
                 400, "messages: the last one must be a user's or a tool's; add one", "messages"
             )
 
-        def encode() -> list[int]:
+        def encode() -> ChatPrompt:
             form = self._forms.of(call.tools)
-            return self._model.tokenizer.encode_chat(
+            return chat_prompt(
+                self._model.tokenizer,
                 form.opening(messages),
-                add_generation_prompt=True,
                 tools=form.schemas,
                 variables=call.variables,
             )
 
         try:
-            return await self._model.bound.encoded([messages, call.tools, call.variables], encode)
+            return await self._model.bound.encoded(
+                [messages, call.tools, call.variables],
+                encode,
+                is_seeing=self._model.pictures is not None,
+            )
         except (ValueError, RecursionError) as error:  # the template rejects it
             raise ApiError(400, f"messages: {error}", "messages") from None
 
     async def _read(
-        self, request: Request, read: Callable[[Json], ApiCall]
+        self, request: Request, read: Callable[[Json, PictureTaker | None], ApiCall]
     ) -> tuple[str | None, ApiCall]:
         """The model that is asked for, and the call."""
         raw = await read_bytes(request, self._limits)
 
-        def parsed() -> tuple[str | None, ApiCall]:
+        def parsed(taker: PictureTaker | None) -> tuple[str | None, ApiCall]:
             body = parse_object(raw)
-            return body.get("model"), read(body)
+            return body.get("model"), read(body, taker)
 
-        return await in_proportion(len(raw), parsed)
+        return await self._model.read(len(raw), parsed)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoengine.text.tokenizer import ChatTokenizer, all_text
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.http.http_io import LARGE_BYTES, in_proportion
 
+T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
 """OpenAI's name for the error."""
 SLACK = 2
@@ -53,21 +54,24 @@ class PromptBound:
         """The same of a request's body."""
         return ESCAPE_BYTES * self.max_text_bytes + FIELD_BYTES
 
-    async def encoded(self, parts: Sequence[Any], encode: Callable[[], list[int]]) -> list[int]:
-        """The tokens that `encode` makes of the texts in `parts`. Large texts keep nobody else
-        waiting. ApiError where they cannot fit. Names of fields count: so there are never more
-        messages than tokens, of which a template may look at all for each."""
+    async def encoded(
+        self, parts: Sequence[Any], encode: Callable[[], T], *, is_seeing: bool = False
+    ) -> T:
+        """Return what `encode` makes of the texts in `parts`: tokens. Large texts keep nobody else
+        waiting, nor do those of a model that sees, whose pictures may have to be read again.
+        ApiError where they cannot fit. Names of fields count: so there are never more messages than
+        tokens, of which a template may look at all for each."""
         text = all_text(*parts)
 
-        def checked() -> list[int]:
+        def checked() -> T:
             if self.is_exceeded(text):
                 raise self.error()
             return encode()
 
-        if len(text) < LARGE_BYTES:
+        if len(text) < LARGE_BYTES and not is_seeing:
             return checked()
         async with self._turns:
-            return await in_proportion(len(text), checked)
+            return await in_proportion(max(len(text), LARGE_BYTES), checked)
 
     def is_exceeded(self, text: str) -> bool:
         """True where `text` is certainly too long; False says nothing."""

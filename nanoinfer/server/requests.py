@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, model_validator
 
+from nanoengine.spans import ImageSpan
 from nanoinfer.http.strict_body import StrictBody
 from nanoinfer.options.outputs import output_from_json
-from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
+from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.chat_messages import ChatMessage, NamedTool, OfferedTool, Text
 from nanoinfer.server.grammar_fields import GrammarFields
 from nanoinfer.server.harmless import CHAT_REFUSED, HARMLESS, TEXT_REFUSED
@@ -82,7 +83,7 @@ class Sampling(GrammarFields, ABC):
     """The name by which /abort finds it; default: the answer's id."""
     rid: Text | None = None
     """SGLang's name of `request_id`."""
-    logprobs_mode: LogpsMode = "tempered"
+    logprobs_mode: Literal["tempered", "raw"] = "tempered"
     """Log-probs at the request's temperature, or "raw", at temperature 1."""
     return_token_ids: StrictBool = False
     return_tokens_as_token_ids: StrictBool = False
@@ -398,6 +399,7 @@ def _sampling(where: str, given: dict[str, Any]) -> SamplingParams:
             fields["grammar"] = Grammar(**grammar)
         bias = fields.get("logit_bias") or {}
         fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+        fields["images"] = tuple(map(ImageSpan.from_json, fields.get("images") or ()))
         _check_types(where, fields)
         return SamplingParams(**fields)
     except (TypeError, AttributeError) as error:

@@ -1,13 +1,15 @@
 """Text to ids and back, as the model sees them: /tokenize and /detokenize.
 
 Bodies are vLLM's; SGLang's clients may send several prompts, and lists of lists of tokens. The ids
-of messages are those that /v1/responses and /v1/messages make of them.
+of messages are those that /v1/responses and /v1/messages make of them; the pictures among them are
+told as `images`, which the routes of token ids take.
 Left out: templates that a client brings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,9 +18,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nanoinfer.chat.form import ChatForm
+from nanoinfer.chat.prompts import ChatPrompt
 from nanoinfer.http.api_error import ApiError, user_errors
-from nanoinfer.http.http_io import in_proportion, read_body, read_json_body, read_object
+from nanoinfer.http.http_io import (
+    in_proportion,
+    parse_object,
+    read_body,
+    read_bytes,
+    read_json_body,
+)
 from nanoinfer.http.http_limits import HttpLimits
+from nanoinfer.server.media import PictureTaker
 from nanoinfer.server.requests import ChatMessage, OfferedTool, StrictBody
 from nanoinfer.server.served_model import ServedModel
 
@@ -65,10 +75,18 @@ class TextRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        given = await read_object(request, self._limits)
-        if "messages" in given:
-            return await self._tokenize_chat(read_json_body(given, TokenizeChat))
-        return await self._tokenize_prompt(read_json_body(given, TokenizePrompt))
+        raw = await read_bytes(request, self._limits)
+
+        def read(taker: PictureTaker | None) -> TokenizeChat | TokenizePrompt:
+            given = parse_object(raw)
+            if "messages" in given:
+                return read_json_body(given, TokenizeChat, taker)
+            return read_json_body(given, TokenizePrompt)
+
+        body = await self._model.read(len(raw), read)
+        if isinstance(body, TokenizeChat):
+            return await self._tokenize_chat(body)
+        return await self._tokenize_prompt(body)
 
     async def _tokenize_prompt(self, body: TokenizePrompt) -> Response:
         self._model.adapter(body.model)
@@ -89,24 +107,35 @@ class TextRoutes:
         messages = [message.for_template() for message in body.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
 
-        def encode() -> list[int]:
+        def encode() -> ChatPrompt:
             form = ChatForm.of(tokenizer, tools)
+            opened = form.opening(messages)
             ids = tokenizer.encode_chat(
-                form.opening(messages),
+                opened,
                 add_generation_prompt=body.add_generation_prompt,
                 tools=form.schemas,
                 variables=body.chat_template_kwargs,
             )
-            return [*tokenizer.prefix_ids, *ids] if body.add_special_tokens else ids
+            before = list(tokenizer.prefix_ids) if body.add_special_tokens else []
+            images = tokenizer.images_in(ids, opened, len(before))
+            return ChatPrompt([*before, *ids], tuple(images))
 
         with user_errors():
-            ids = await self._model.bound.encoded([messages, tools], encode)
-        return self._told(len(ids), ids, body.return_token_strs)
+            prompt = await self._model.bound.encoded(
+                [messages, tools], encode, is_seeing=self._model.pictures is not None
+            )
+        images = [asdict(span) for span in prompt.images]
+        return self._told(len(prompt.ids), prompt.ids, body.return_token_strs, images)
 
     def _told(
-        self, count: int | list[int], ids: list[int] | list[list[int]], has_texts: bool
+        self,
+        count: int | list[int],
+        ids: list[int] | list[list[int]],
+        has_texts: bool,
+        images: Sequence[_Json] = (),
     ) -> Response:
-        told = {"count": count, "max_model_len": self._model.max_model_len, "tokens": ids}
+        told: _Json = {"count": count, "max_model_len": self._model.max_model_len, "tokens": ids}
+        told |= {"images": images} if images else {}
         return JSONResponse(told | {"token_strs": self._texts(ids) if has_texts else None})
 
     def _texts(self, ids: list[Any]) -> list[Any]:

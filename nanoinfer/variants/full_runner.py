@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,8 @@ from nanoinfer.options.full_sampling import FullSamplingBatch, likeliest, sample
 from nanoinfer.options.full_step import FullOutput, FullStepOptions, Scored
 from nanoinfer.variants.fp8_cache import Fp8Cache, calibrated_scales
 
+_HIDDEN = "nanoinfer.vision.step_pictures:hidden"
+_READ = "nanoinfer.vision.step_pictures:read_by"
 _SCORED_ROWS = 64
 """Rows whose logits are in memory at a time where they are needed as a whole."""
 _NOTHING = FullStepOptions()
@@ -130,12 +133,17 @@ class FullRunner(ModelRunner):
         if full.drawing is not None:
             return self._draw_on_device(logits_SV, scores + ranked, full)
         sampling = FullSamplingBatch.of(full.sampling)
+        kept: dict[int, list[tuple[int, float]]] = {}
+        if sampling.kept_rows:
+            from nanoinfer.options.kept_sampling import keep_rows  # here: few requests need it
+
+            logits_SV, sampling, kept = keep_rows(logits_SV, sampling)
         drawn = sample(logits_SV, sampling)
         return FullOutput(
             drawn.tokens.tolist(),
             drawn.logps.tolist(),
             drawn.sampled_logps.tolist(),
-            top=top_logps(logits_SV, sampling),
+            top=top_logps(logits_SV, sampling) | kept,
             **_prompt_scores(scores + ranked, scored),
         )
 
@@ -152,7 +160,8 @@ class FullRunner(ModelRunner):
                 sampling=sampling,
                 drawing=device_sampling(sampling, vocab, rescores_all=self._is_invariant),
             )
-        if self.decode is not None and not full.asked.adapter_rows:
+        is_alike = not full.asked.adapter_rows and full.asked.pictures is None
+        if self.decode is not None and is_alike:
             full = replace(full, static=self.decode.padded(step))
         return to_device(full, self.model.device)
 
@@ -165,9 +174,19 @@ class FullRunner(ModelRunner):
         if asked.adapter_rows:
             assert asked.adapters is not None, "they are of a pool"
             with asked.adapters.applied(asked.adapter_rows):
-                hidden_TE: Tensor = self.model(step.ids_T, step.positions_T, self.context(step))
-            return hidden_TE
+                return self._defined(step)
+        if asked.pictures is not None:
+            found: Tensor = resolve_name(_HIDDEN)(self, step)
+            return found
         return super().hidden(step)
+
+    def _defined(self, step: FullStep) -> Tensor:
+        """Hidden states by the definition of the model, which asks after adapters."""
+        positions_T, seen = step.positions_T, {}
+        if step.asked.pictures is not None:
+            positions_T, seen = resolve_name(_READ)(self.model, step)
+        hidden_TE: Tensor = self.model(step.ids_T, positions_T, self.context(step), **seen)
+        return hidden_TE
 
     def context(self, step: StepInput) -> PagedContext:
         """The attention of a step. Kernels of a GPU read lengths where it has them."""

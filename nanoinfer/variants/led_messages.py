@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from nanoengine.spans import ImageSpan
 from nanoinfer.options.outputs import output_from_json
 from nanoinfer.params import Grammar, Output, SamplingParams
 
@@ -124,9 +125,9 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a value that JSON does not know by itself, a grammar or a number of numpy's, into one
-    that it does. TypeError for any other."""
-    if isinstance(value, Grammar):
+    """Turn a value that JSON does not know by itself, a grammar, a picture's place or a number of
+    numpy's, into one that it does. TypeError for any other."""
+    if isinstance(value, Grammar | ImageSpan):
         return _fields(value)
     if isinstance(value, Integral):
         return int(value)
@@ -145,6 +146,7 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     fields = dict(given)
     fields["logit_bias"] = {_integer(token): _number(bias) for token, bias in given["logit_bias"]}
     fields["stop"] = tuple(_text(text) for text in given["stop"])
+    fields["images"] = tuple(ImageSpan.from_json(_record(one)) for one in given["images"])
     fields["stop_token_ids"] = tuple(_integers(given["stop_token_ids"]))
     if given["allowed_token_ids"] is not None:
         fields["allowed_token_ids"] = tuple(_integers(given["allowed_token_ids"]))

@@ -82,7 +82,7 @@ class _Reader:
 
     def read(self, seq: Sequence) -> None:
         """Take the tokens since the last call; sampled ones first test the tables."""
-        ids = seq.ids
+        ids = seq.keys
         for at in range(self._num_read, len(ids)):
             is_sampled = at >= seq.num_prompt
             if is_sampled:
@@ -117,7 +117,7 @@ class _Reader:
         drafts: list[int] = []
         while len(drafts) < limit:
             token, source = self._guess(before)
-            if token is None:
+            if token is None or token < 0:  # nobody samples a part of a picture
                 break
             chance *= self._rates[source]
             if chance <= min_chance:
@@ -143,13 +143,13 @@ class Drafter:
         self._groups: dict[tuple[int, ...], _Group] = {}
 
     def draft(self, seq: Sequence, limit: int, num_seqs: int) -> list[int]:
-        """At most `limit` tokens that may follow `seq.ids`, in a step of `num_seqs` sequences."""
+        """At most `limit` tokens that may follow `seq.keys`, in a step of `num_seqs` sequences."""
         reader = self._readers.get(seq.handle)
         if reader is None:
             reader = self._readers[seq.handle] = _Reader(self._join(seq))
         reader.read(seq)
         min_chance = num_seqs / (num_seqs + self.free_rows)
-        return reader.draft(seq.ids, min(limit, self.max_drafts), min_chance)
+        return reader.draft(seq.keys, min(limit, self.max_drafts), min_chance)
 
     def forget(self, seq: Sequence) -> None:
         """`seq` does not run any more."""
@@ -176,7 +176,7 @@ class Drafter:
 
 
 def _start(seq: Sequence) -> tuple[int, ...]:
-    return tuple(seq.ids[: min(seq.num_prompt, _START)])
+    return tuple(seq.keys[: min(seq.num_prompt, _START)])
 
 
 @dataclass

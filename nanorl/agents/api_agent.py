@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nanoengine.extras import missing
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
+from nanorl.envs.images import with_urls, without_pictures
 from nanorl.envs.rewards.base import Score, as_score
 from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
@@ -45,7 +46,7 @@ class AgentTask:
 
     task_id: str
     messages: list[Message]
-    """What the environment opens with."""
+    """What the environment opens with; its pictures are parts `image_url` with data URLs."""
     prompt: str
     """The text of the last of them."""
     files: dict[str, str] = field(default_factory=dict)
@@ -101,11 +102,11 @@ class ApiLoop:
 def agent_task(episode: Episode, session: ApiSession) -> AgentTask:
     """The task of an episode that has begun, as its agent sees it."""
     assert episode.opening is not None, "the environment was reset"
-    messages = list(episode.opening.messages)
+    messages = with_urls(episode.opening.messages, episode.tokenizer)
     return AgentTask(
         task_id=episode.task.task_id,
         messages=messages,
-        prompt=str(messages[-1]["content"]),
+        prompt=str(without_pictures(messages[-1])["content"]),
         files=dict(episode.task.files),
         base_url=session.openai_url,
         api_key=session.key,

@@ -21,7 +21,7 @@ from nanorl.agents.context import Generator
 from nanorl.agents.kit import Kit
 from nanorl.envs.base import Opening
 from nanorl.task import Task, derive_seed
-from nanorl.types import Rollout, Status
+from nanorl.types import Rollout, Status, Withheld
 
 MOST_LOST = 8
 """So many rollouts in a row, of at least two tasks, that failed for good end the run."""
@@ -198,7 +198,7 @@ class AgentCollector(RolloutCollector):
         group_id: str,
         rollout_id: str,
         sampling: SamplingParams,
-        is_tool_enabled: bool = True,
+        withheld: Withheld = "",
         openings: dict[str, Opening] | None = None,
     ) -> Rollout:
         """One rollout of the policy, as soon as there is room for it; what it reads first is noted
@@ -211,6 +211,6 @@ class AgentCollector(RolloutCollector):
                 group_id=group_id,
                 rollout_id=rollout_id,
                 sampling=sampling,
-                is_tool_enabled=is_tool_enabled,
+                withheld=withheld,
                 openings=openings,
             )

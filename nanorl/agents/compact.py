@@ -6,6 +6,10 @@ Once `share` of --agent.max-context-tokens is taken, the policy reads the observ
 `request`, and its next turn is the summary. A new context opens with the messages of the opening
 and, in the last of them if it is the user's, `heading` and the summary.
 
+Pictures of the opening stand in the new context as they do in the old one. Of those that came later
+`keep_images` keeps none, the `first`, or the last so many, behind the summary: as pictures that the
+policy sees there anew, not as what it once made of them.
+
 Both token sequences are trained on. The summary was sampled in the first one and is trained there
 (a cut-off one too: it is used as far as it came); in the second one it is text that was encoded
 anew, and masked like every prompt. Turns are counted over all contexts, summaries among them.
@@ -17,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.bounds import check_number
 from nanorl.envs.base import TimeStep
+from nanorl.envs.images import pictures_in, with_pictures_behind, with_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,16 @@ class Compact:
         "will be forgotten."
     )
     heading: str = "Your summary of what was done so far:"
+    keep_images: str | int = "none"
+    """none, first, or how many of the last."""
 
     def __post_init__(self) -> None:
         check_number("--agent-args share=", self.share, 0.05, 0.95)
+        kept = self.keep_images
+        if kept not in ("none", "first") and (not isinstance(kept, int) or kept < 1):
+            raise ValueError(
+                f"--agent-args keep_images={kept}: must be none, first, or how many of the last"
+            )
 
     async def __call__(self, episode: Episode) -> None:
         await episode.start()
@@ -66,17 +79,26 @@ class Compact:
             return False
         assert episode.opening is not None, "the episode has begun"
         summary = f"{self.heading}\n{context.last_text}"
-        return episode.begin_anew(with_summary(episode.opening.messages, summary))
+        opening = episode.opening.messages
+        later = pictures_in(context.messages)[len(pictures_in(opening)) :]
+        return episode.begin_anew(with_summary(opening, summary, self._kept(later)))
+
+    def _kept(self, pictures: list[Any]) -> list[Any]:
+        if isinstance(self.keep_images, str):
+            return pictures[:1] if self.keep_images == "first" else []
+        return pictures[-self.keep_images :]
 
 
 async def _observe(episode: Episode, step: TimeStep) -> bool:
     return episode.observe(step)
 
 
-def with_summary(opening: Sequence[Message], summary: str) -> list[Message]:
-    """The opening, and the summary as the end of what the user says in it: many chat templates
-    refuse two messages of the user in a row."""
+def with_summary(
+    opening: Sequence[Message], summary: str, pictures: Sequence[Any] = ()
+) -> list[Message]:
+    """The opening, and the summary with its pictures as the end of what the user says in it: many
+    chat templates refuse two messages of the user in a row."""
     last = opening[-1]
     if last["role"] != "user":
-        return [*opening, {"role": "user", "content": summary}]
-    return [*opening[:-1], {**last, "content": f"{last['content']}\n\n{summary}"}]
+        return [*opening, with_pictures_behind({"role": "user", "content": summary}, pictures)]
+    return [*opening[:-1], with_pictures_behind(with_text(last, summary), pictures)]

@@ -78,7 +78,8 @@ class Context:
                 return None
             # The same seed for the pieces of an aborted turn: sampling depends on (seed, position).
             seed = derive_turn_seed(self._sampling.seed, turn)
-            params = replace(self._sampling, max_tokens=room, seed=seed)
+            images = tuple(builder.images)
+            params = replace(self._sampling, max_tokens=room, seed=seed, images=images)
             # The whole sequence each time: the engine's prefix cache knows all but the newest part.
             output = await self._generator.generate(builder.prompt_ids, params)
             builder.append_action(output)

@@ -6,7 +6,8 @@ All of it is one sequence of tokens: what the model said is never encoded again,
 what it would have read in training.
 
 What happened is kept as a list of events, from which the tokens can be built up to any message: so
-another model can be asked the same question in the same place (`ask_again`).
+another model can be asked the same question in the same place (`ask_again`). A message may have
+pictures, by the hash under which the tokenizer's store keeps them.
 Left out: scores (run/heldout_success.py); what a program leaves from one message to the next.
 """
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from nanoengine.text.chat_template import Message
@@ -97,18 +98,25 @@ class Conversation:
         self.replies: list[Reply] = []
         self._open_environment = open_environment
         self._events: list[Event] = []
-        self._last: tuple[int, Task] | None = None  # events before the last message, and it
+        # Events before the last message, it, and its pictures.
+        self._last: tuple[int, Task, Sequence[str]] | None = None
 
     async def say(
-        self, task: Task, engine: AsyncEngine, model: str, listener: Listener | None = None
+        self,
+        task: Task,
+        engine: AsyncEngine,
+        model: str,
+        listener: Listener | None = None,
+        pictures: Sequence[str] = (),
     ) -> Reply:
-        """Append the person's message, `task.prompt`, and the agent's reply. `ValueError`, and
-        nothing has changed, where the message does not fit into the context."""
+        """Append the person's message, `task.prompt` with its pictures before it, and the agent's
+        reply. `ValueError`, and nothing has changed, where the message does not fit into the
+        context."""
         place = len(self._events)
         reply, events = await self._exchange(
-            self._events, task, engine, model, listener or Listener()
+            self._events, task, engine, model, listener or Listener(), pictures
         )
-        self._last = (place, task)
+        self._last = (place, task, pictures)
         self._events = events
         self.replies.append(reply)
         return reply
@@ -120,9 +128,9 @@ class Conversation:
         The conversation itself stays as it is."""
         if self._last is None:
             raise ValueError("nothing has been said yet: write a message first")
-        place, task = self._last
+        place, task, pictures = self._last
         reply, _ = await self._exchange(
-            self._events[:place], task, engine, model, listener or Listener()
+            self._events[:place], task, engine, model, listener or Listener(), pictures
         )
         return reply
 
@@ -131,9 +139,14 @@ class Conversation:
         self.replies, self._events, self._last = [], [], None
 
     def to_json(self) -> dict[str, Any]:
-        """The replies as they were read, and the token ids as the model read them."""
-        tokens = self._builder(self._events).prompt_ids if self._events else []
-        return {"replies": [vars(reply) for reply in self.replies], "tokens": tokens}
+        """The replies as they were read, and the token ids as the model read them, with the
+        pictures among them."""
+        replies = [vars(reply) for reply in self.replies]
+        if not self._events:
+            return {"replies": replies, "tokens": []}
+        builder = self._builder(self._events)
+        images = [asdict(span) for span in builder.images]
+        return {"replies": replies, "tokens": builder.prompt_ids, "images": images}
 
     async def _exchange(
         self,
@@ -142,6 +155,7 @@ class Conversation:
         engine: AsyncEngine,
         model: str,
         listener: Listener,
+        pictures: Sequence[str],
     ) -> tuple[Reply, list[Event]]:
         """The reply to `task`, and all events with it."""
         env = None if self._open_environment is None else self._open_environment()
@@ -152,6 +166,8 @@ class Conversation:
             messages = opening.messages
             if before:  # the environment's system message stands at the conversation's head
                 messages = [message for message in messages if message["role"] != "system"]
+            if pictures:
+                messages = _with_pictures(messages, pictures)
             events: list[Event] = [*before, Said(messages, opening.tools)]
             builder = self._builder(events)
             reply = Reply(model=model, prompt=task.prompt_text)
@@ -227,7 +243,8 @@ class _Exchange:
         """One turn, handed on as it comes. Cancelling the task ends it with what there is."""
         sampling = self.conversation.sampling
         seed = derive_turn_seed(sampling.seed, self.builder.num_turns)
-        params = replace(sampling, max_tokens=room, seed=seed, detokenize=True)
+        images = tuple(self.builder.images)
+        params = replace(sampling, max_tokens=room, seed=seed, detokenize=True, images=images)
         so_far = Output(finish_reason="abort", text="")
         output: Output | None = None
         start = time.perf_counter()
@@ -267,12 +284,11 @@ class _Exchange:
         if step.observation is None:
             self.reply.answer = step.answer
             return False
-        tokenizer, most = self.conversation.tokenizer, self.conversation.limits
         messages = [
-            {**said, "content": shorten(tokenizer, said["content"], most.max_observation_tokens)}
+            {**said, "content": self._shortened(said["content"])}
             for said in self.env.format_observation(step.observation)
         ]
-        text = "\n".join(said["content"] for said in messages)
+        text = "\n".join(self._lines(messages))
         self.reply.turns.append({"role": "tool", "text": text})
         self.listener.on_observation(text)
         if is_last:
@@ -283,6 +299,52 @@ class _Exchange:
             return False
         self.events.append(Said(messages))
         return True
+
+    def _shortened(self, content: Any) -> Any:
+        """A content of which each text is as short as an observation has to be."""
+        if isinstance(content, list):
+            return [
+                {**part, "text": self._shortened(part["text"])} if "text" in part else part
+                for part in content
+            ]
+        most = self.conversation.limits.max_observation_tokens
+        return shorten(self.conversation.tokenizer, content, most)
+
+    def _lines(self, messages: Sequence[Message]) -> Iterator[str]:
+        """Tell people what was shown: texts, and a line for each picture."""
+        number = len(self.builder.images)
+        for message in messages:
+            content = message["content"]
+            for part in content if isinstance(content, list) else [{"text": content}]:
+                if "text" in part:
+                    yield part["text"]
+                    continue
+                number += 1
+                yield picture_line(self.conversation.tokenizer, part["sha256"], number)
+
+
+def picture_line(tokenizer: Any, sha256: str, number: int) -> str:
+    """A picture of the tokenizer's store as a line for people."""
+    # here: few conversations have pictures
+    from nanorl.shown_pictures import RunPictures, shown_pictures
+
+    store = tokenizer.store
+    spans = store.spans(sha256, range(store.ready(sha256).num_tokens))
+    first = shown_pictures(spans, RunPictures.of(tokenizer))[0]
+    return replace(first, number=number).line
+
+
+def _with_pictures(messages: Sequence[Message], pictures: Sequence[str]) -> list[Message]:
+    """The messages of an opening with pictures at the head of what the person says last."""
+    told = list(messages)
+    parts: list[dict[str, Any]] = [{"type": "image", "sha256": sha256} for sha256 in pictures]
+    last = max((i for i, one in enumerate(told) if one["role"] == "user"), default=None)
+    if last is None:
+        return [*told, {"role": "user", "content": parts}]
+    said = told[last]["content"]
+    said = said if isinstance(said, list) else [{"type": "text", "text": said}]
+    told[last] = {**told[last], "content": [*parts, *said]}
+    return told
 
 
 def _forget_cancellation() -> None:

@@ -19,7 +19,7 @@ from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
 from nanorl.envs.base import Environment, Opening, Services
 from nanorl.task import Task
-from nanorl.types import Rollout
+from nanorl.types import Rollout, Withheld
 
 
 class Kit:
@@ -39,10 +39,18 @@ class Kit:
         """An episode of the environment. Without tools every call of one is refused."""
         return self.open_env(replace(self.services, is_tool_enabled=is_tool_enabled))
 
-    def agent(self, generator: Generator, openings: dict[str, Opening] | None = None) -> Agent:
+    def agent(
+        self,
+        generator: Generator,
+        openings: dict[str, Opening] | None = None,
+        withheld: Withheld = "",
+    ) -> Agent:
         """The agent, with the policy or a demonstrator as its `generator`; it notes in `openings`
-        what its rollouts read first."""
-        return self.make_agent(generator=generator, openings=openings)
+        what its rollouts read first. Pictures may be withheld from it."""
+        if withheld in ("", "tools"):
+            return self.make_agent(generator=generator, openings=openings)
+        hiding = self.tokenizer.hiding(withheld)  # type: ignore[attr-defined]  # of a model that sees
+        return self.make_agent(generator=generator, openings=openings, tokenizer=hiding)
 
     async def play(
         self,
@@ -52,14 +60,14 @@ class Kit:
         group_id: str,
         rollout_id: str,
         sampling: SamplingParams,
-        is_tool_enabled: bool = True,
+        withheld: Withheld = "",
         openings: dict[str, Opening] | None = None,
     ) -> Rollout:
-        """One rollout of the policy behind `generator`."""
+        """One rollout of the policy behind `generator`, which goes without what is `withheld`."""
         # An agent and an episode are made for each rollout: nothing of one reaches another.
-        return await self.agent(generator, openings).play(
+        return await self.agent(generator, openings, withheld).play(
             task,
-            self.environment(is_tool_enabled=is_tool_enabled),
+            self.environment(is_tool_enabled=withheld != "tools"),
             group_id=group_id,
             rollout_id=rollout_id,
             sampling=sampling,

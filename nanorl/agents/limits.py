@@ -18,7 +18,12 @@ class Limits:
     max_context_tokens: int = 2048
     """Everything: prompt, actions and observations."""
     max_observation_tokens: int = 256
-    """The text of one observation; longer ones lose their middle."""
+    """The text of one observation; longer ones lose their middle, and pictures nothing."""
+    max_images: int | None = None
+    """Pictures in a context; one too many ends the episode, as what does not fit does. None leaves
+    that to the context limit, of which they take their tokens."""
+    max_image_tokens: int | None = None
+    """Tokens of all pictures in a context."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -27,6 +32,8 @@ class Limits:
             "max_response_tokens",
             "max_context_tokens",
             "max_observation_tokens",
+            "max_images",
+            "max_image_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

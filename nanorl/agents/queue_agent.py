@@ -35,6 +35,7 @@ from nanorl.envs.base import TimeStep
 from nanorl.envs.rewards.base import as_score
 from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
+from nanorl.task import words_of
 from nanorl.types import InfrastructureError
 
 METHOD = "collect_trajectory"
@@ -85,7 +86,7 @@ class QueueLoop:
             if not is_async:
                 loop = asyncio.get_running_loop()
                 shared = tuple(_Blocking(one, loop) for one in shared)
-            prompt = str(episode.opening.messages[-1]["content"])
+            prompt = words_of(episode.opening.messages[-1]["content"])
             given = dict(zip(PARAMETERS, (prompt, *shared), strict=True))
             if is_async:
                 return await function(**given)

@@ -31,6 +31,7 @@ from nanorl.agents.episode import Episode
 from nanorl.agents.tokens import PromptTooLongError
 from nanorl.bounds import check_number
 from nanorl.envs.base import Opening
+from nanorl.envs.images import with_text, without_pictures
 from nanorl.envs.tools.base import Tool, ToolContext, ToolError
 from nanorl.envs.tools.tool_calls import answer_calls
 
@@ -194,7 +195,9 @@ async def _play(team: _Team, path: tuple[int, ...], task: str) -> str | None:
     episode, options = team.episode, team.options
     turns = int(options.turns) or episode.limits.max_turns
     context = episode.sub_context(path, replace(episode.limits, max_turns=turns))
-    system = [one for one in team.env_opening.messages[:1] if one["role"] == "system"]
+    # Its task is all that it is given: no picture, unless its own calls bring one.
+    first = map(without_pictures, team.env_opening.messages[:1])
+    system = [one for one in first if one["role"] == "system"]
     if not options.tools:
         system = []
     opening = team.opening(path, [*system, {"role": "user", "content": task}])
@@ -245,6 +248,5 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
     if not text:
         return messages
     if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
+        return [with_text(messages[0], text), *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

@@ -19,8 +19,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any, Literal
 
+from nanoengine.spans import ImageSpan
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.reasoning import TAIL, opened_reasoning
@@ -33,6 +35,8 @@ Truncation = Literal["turn", "context", "response"]
 
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
+WITH_TEXT = "nanorl.envs.images:with_text"
+BROKEN_LIMIT = "nanorl.agents.picture_limits:broken_limit"
 CUT_MARK = "\n...\n"
 CHARS_PER_TOKEN = 16
 """More than a token has on average in whatever a program prints, runs of blanks aside."""
@@ -66,6 +70,7 @@ class TurnBuilder:
         self._mask: list[int] = []
         self._logps: list[float] = []
         self._versions: list[int] = []
+        self.images: list[ImageSpan] = []
         self._is_aborted = False
         self._turn_rewards: list[float] = []
         self._turn_metrics: list[dict[str, float]] = []
@@ -102,6 +107,12 @@ class TurnBuilder:
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
                 f"{self.limits.max_context_tokens}: raise the limit or drop the task"
             )
+        images = self._tokenizer.images_in(ids, messages, 0)
+        if broken := self._broken_by(images):
+            raise PromptTooLongError(
+                f"task {self._ids[0]!r}: its prompt shows {broken}: raise it or drop the task"
+            )
+        self.images += images
         # With mask 0: nobody sampled the prompt, so nothing is learnt of it.
         self._append_fixed(ids)
 
@@ -167,12 +178,16 @@ class TurnBuilder:
         said = [self._shorten(one) for one in messages]
         history, after = self._answered(said, request)
         delta = after.ids
+        new = history[len(self._messages) + 1 :]  # behind the turn
+        images = self._tokenizer.images_in(delta, new, len(self._tokens) - after.replaces_end)
         # All or nothing: a policy that read half an observation would learn to answer it.
-        if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
+        is_long = len(self._tokens) + len(delta) >= self.limits.max_context_tokens
+        if is_long or self._broken_by(images):
             self.truncation = "context"
             return False
         if after.replaces_end:
             self._take_end_back()
+        self.images += images
         self._append_fixed(delta)
         self._messages = history
         last = self.spans[-1]
@@ -215,6 +230,7 @@ class TurnBuilder:
             loss_mask=list(self._mask),
             logps=list(self._logps),
             versions=list(self._versions),
+            images=list(self.images),
             turn_spans=list(self.spans),
             reward=reward,
             turn_rewards=self._rewards_of_turns(),
@@ -230,6 +246,7 @@ class TurnBuilder:
             loss_mask=list(self._mask),
             logps=list(self._logps),
             versions=list(self._versions),
+            images=list(self.images),
             turn_spans=list(self.spans),
             turn_rewards=self._rewards_of_turns(),
             turn_metrics=self._metrics_of_turns(),
@@ -251,6 +268,13 @@ class TurnBuilder:
         span = self.spans[-1]
         return self.limits.max_turn_tokens - (span.action_end - span.action_start)
 
+    def _broken_by(self, new: Sequence[ImageSpan]) -> str:
+        """The limit of pictures that further ones would break, in words; empty: none."""
+        if not new:
+            return ""
+        lengths = [one.length for one in (*self.images, *new)]
+        return str(resolve_name(BROKEN_LIMIT)(self.limits, len(lengths), sum(lengths)))
+
     def _append_fixed(self, ids: list[int]) -> None:
         self._tokens += ids
         self._mask += [0] * len(ids)
@@ -271,8 +295,8 @@ class TurnBuilder:
             if not (said and request):
                 raise
             # Mistral's template takes no user behind a result: the request ends the last message.
-            asked = [said[-1]["content"], *(one["content"] for one in request)]
-            return self._answered([*said[:-1], {**said[-1], "content": "\n\n".join(asked)}], ())
+            asked = "\n\n".join(one["content"] for one in request)
+            return self._answered([*said[:-1], resolve_name(WITH_TEXT)(said[-1], asked)], ())
         return [*history, *new], after
 
     def _take_end_back(self) -> None:
@@ -286,10 +310,17 @@ class TurnBuilder:
 
     def _shorten(self, message: Message) -> Message:
         content = message["content"]
-        short = shorten(self._tokenizer, content, self.limits.max_observation_tokens)
-        if short != content:
+        if isinstance(content, list):  # of texts and pictures, which stay whole
+            parts = [{**one, "text": self._short(one["text"])} if "text" in one else one
+                     for one in content]  # fmt: skip
+            return {**message, "content": parts}
+        return {**message, "content": self._short(content)}
+
+    def _short(self, text: str) -> str:
+        short = shorten(self._tokenizer, text, self.limits.max_observation_tokens)
+        if short != text:
             self.metrics["num_cut_observations"] += 1
-        return {**message, "content": short}
+        return short
 
 
 def delta_ids(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[int, list[int]]:

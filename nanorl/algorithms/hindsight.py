@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from nanoengine.spans import ImageSpan, content_ids
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import shorten
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.envs.base import Opening
+from nanorl.envs.images import with_text
 from nanorl.envs.tasks.problem import Problem
 from nanorl.task import Task
 from nanorl.types import Rollout
@@ -82,9 +84,10 @@ class HindsightWriter:
         for rollout in rollouts:
             opening = self.openings.pop(rollout.rollout_id, None)
             text = self._text(task, rollout, rollouts)
-            rollout.hindsight = []
+            rollout.hindsight, rollout.hindsight_images = [], []
             if opening is not None and text and self._begins_with(rollout, opening):
-                rollout.hindsight = self._encode(opening, _with_text(opening.messages, text))
+                shown = _with_text(opening.messages, text)
+                rollout.hindsight, rollout.hindsight_images = self._encode(opening, shown)
 
     def forget(self, group_id: str) -> None:
         """Drop the openings of attempts that failed for good."""
@@ -92,15 +95,16 @@ class HindsightWriter:
             del self.openings[rollout_id]
 
     def _begins_with(self, rollout: Rollout, opening: Opening) -> bool:
-        own = self._encode(opening, opening.messages)
+        own = content_ids(*self._encode(opening, opening.messages))
         return bool(rollout.turn_spans) and (
-            rollout.tokens[: rollout.turn_spans[0].action_start] == own
+            rollout.sequences[0].keys[: rollout.turn_spans[0].action_start] == own
         )
 
-    def _encode(self, opening: Opening, messages: Sequence[Message]) -> list[int]:
-        return self._tokenizer.encode_chat(
-            messages, add_generation_prompt=True, tools=opening.tools
-        )
+    def _encode(
+        self, opening: Opening, messages: Sequence[Message]
+    ) -> tuple[list[int], list[ImageSpan]]:
+        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=opening.tools)
+        return ids, self._tokenizer.images_in(ids, messages, 0)
 
     def _text(self, task: Task, rollout: Rollout, group: Sequence[Rollout]) -> str:
         if self._kind == "solution":
@@ -135,5 +139,5 @@ def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
     if not said:
         return [*messages, {"role": "user", "content": text.strip()}]
     last = messages[said[-1]]
-    changed: Message = {**last, "content": f"{last.get('content') or ''}{text}"}
+    changed = with_text(last, text, between="")
     return [*messages[: said[-1]], changed, *messages[said[-1] + 1 :]]

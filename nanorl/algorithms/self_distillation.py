@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanoengine.packing import Sample, TopTokens
+from nanoengine.spans import ImageSpan
 from nanorl.algorithms.modifier import Modifier
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.types import Rollout
@@ -57,9 +58,18 @@ def teacher_samples(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> l
             tokens=rollout.hindsight + rollout.tokens[_start(rollout) :],
             loss_mask=[0] * len(rollout.hindsight) + rollout.loss_mask[_start(rollout) :],
             fields={},
+            images=_teacher_images(rollout),
         )
         for rollout, sample in zip(rollouts, mains, strict=True)
     ]
+
+
+def _teacher_images(rollout: Rollout) -> list[ImageSpan]:
+    """The pictures of the teacher's prompt, and of the turns behind it in their new places."""
+    start = _start(rollout)
+    by = len(rollout.hindsight) - start
+    turns = [replace(one, start=one.start + by) for one in rollout.images if one.start >= start]
+    return [*rollout.hindsight_images, *turns]
 
 
 def aligned(

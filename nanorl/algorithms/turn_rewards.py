@@ -200,10 +200,11 @@ def turns_of_rollouts(rollouts: Sequence[Rollout], outcome_R: Tensor) -> Turns:
 
 
 def _states(sequence: Branch) -> list[Hashable]:
-    """The tokens that the policy read before each turn and after the one before it."""
+    """Return what the policy read before each turn and after the one before it."""
     ends = [0, *(span.action_end for span in sequence.turn_spans)]
     starts = [span.action_start for span in sequence.turn_spans] or [0]
-    return [tuple(sequence.tokens[end:start]) for end, start in zip(ends, starts, strict=False)]
+    keys = sequence.keys
+    return [tuple(keys[end:start]) for end, start in zip(ends, starts, strict=False)]
 
 
 def _turn_rewards(sequence: Branch, rollout: Rollout) -> list[float]:

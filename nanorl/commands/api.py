@@ -71,11 +71,11 @@ def train(
 ) -> TrainedRun:
     """Train an agent, as `nanorl train` does.
 
-    `model` is a preset (smollm2, tiny), a Hugging Face folder or a name; None: what `options`, a
-    file they name or the run that goes on says, else smollm2; `env` a class derived from
-    `nanorl.Env`, or a text as `--env` takes it, or a list of several; `options` any others by their
-    names on the command line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong with
-    them. Stopping it raises `Interrupted` after saving.
+    `model` is a preset (smollm2, tiny, tiny_vision), a Hugging Face folder or a name; None: what
+    `options`, a file they name or the run that goes on says, else smollm2; `env` a class derived
+    from `nanorl.Env`, or a text as `--env` takes it, or a list of several; `options` any others by
+    their names on the command line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong
+    with them. Stopping it raises `Interrupted` after saving.
     """
     given: dict[str, Any] = dict(options or {})
     if model is not None and model not in PRESETS:

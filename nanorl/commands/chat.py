@@ -2,6 +2,7 @@
 
     nanorl chat runs/tiny-seed0
     nanorl chat runs/tiny-seed0 --say "What is 17 + 25?" /compare
+    nanorl chat Qwen3-VL-2B-Instruct --image cat.png --say "What is on the mat?"
 
 Tokens appear as they are sampled, the agent's programs really run, in the sandbox, and their output
 is shown. Lines that begin with / are commands: /help. Ctrl-C stops a reply, Ctrl-D ends.
@@ -10,16 +11,29 @@ Next: chat_session.py (what happens in it).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import tyro
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What a chat begins with."""
+
+    say: tuple[str, ...] = ()
+    """Say these messages (or commands such as /compare), print the replies, and end."""
+    image: tuple[Path, ...] = ()
+    """Pictures (PNG; others with the extra vision) that the first message shows, to a model that
+    sees."""
+
+
 def chat(
     source: tyro.conf.Positional[str],
     /,
+    first: tyro.conf.OmitArgPrefixes[Beginning] = Beginning(),
     *,
-    say: tuple[str, ...] = (),
     model: Literal["trained", "base"] = "trained",
     base: str | None = None,
     env: str = "",
@@ -30,7 +44,7 @@ def chat(
 
     Args:
         source: A run's folder, a Hugging Face folder, or a model's name.
-        say: Say these messages (or commands such as /compare), print the replies, and end.
+        first: What it begins with; without messages, they are typed.
         model: Who answers at first: trained, or base, the model that the run began with.
         base: Another model to compare with, of the same tokenizer; default: the run's.
         env: The agent's environment, as --env of nanorl train, or code; default: the run's, and
@@ -44,5 +58,7 @@ def chat(
         source, base=base, env=env, temperature=temperature, max_tokens=max_tokens
     ) as session:
         session.choose(model)
-        for line in say or session.typed_lines():
-            session.take(line, is_typed=not say)
+        for file in first.image:
+            session.image(str(file))
+        for line in first.say or session.typed_lines():
+            session.take(line, is_typed=not first.say)

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -24,17 +26,20 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
-from nanorl.agents.conversation import Conversation, Listener, Reply
+from nanorl.agents.conversation import Conversation, Listener, Reply, picture_line
 from nanorl.commands.terminal import STYLES, labelled, printable
+from nanorl.distributed.roles.give_sight import give_sight
 from nanorl.envs.base import Environment
+from nanorl.envs.images import Image
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.parts import load_tasks
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import run_kind, run_tokenizer
+from nanorl.options.run_kind import folder_sees, pictures_folder, run_kind, run_tokenizer
 from nanorl.options.trust import PLAYED, require
 from nanorl.run.saved_models import SavedModels, find_models
 from nanorl.task import Task
+from nanorl.types import InfrastructureError
 
 TRAINED, BASE = "trained", "base"
 PLAIN_TURN_TOKENS = 512
@@ -82,7 +87,11 @@ def opened_session(
         config = replace(config, agent=agent)
     with ExitStack() as stack:
         folder = stack.enter_context(saved.folder())
-        engines = stack.enter_context(Engines(saved, folder, base))
+        if folder_sees(folder):  # its pictures are the chat's, and go with it
+            scratch = stack.enter_context(TemporaryDirectory(prefix="nanorl-chat-"))
+            http = replace(config.http, store=config.http_store)
+            config = replace(config, out=Path(scratch), http=http)
+        engines = stack.enter_context(Engines(saved, folder, base, pictures_folder(config)))
         limits = replace(config.agent, max_context_tokens=engines.get(TRAINED).engine.room(0))
         environment = None
         if saved.run is not None or env:
@@ -128,8 +137,10 @@ def _environments(config: RunConfig, folder: Path) -> Iterator[Callable[[], Envi
 class Engines:
     """The engines of the models that may answer, each loaded when it is first asked."""
 
-    def __init__(self, saved: SavedModels, folder: Path, base: str | None) -> None:
+    def __init__(self, saved: SavedModels, folder: Path, base: str | None, pictures: Path) -> None:
+        """`pictures` is the folder of what models that see are shown."""
         self._saved = saved
+        self._pictures = pictures
         self._folder = folder
         self._base = base
         self._loaded: dict[str, AsyncEngine] = {}
@@ -173,7 +184,9 @@ class Engines:
     def _load(self, folder: Path) -> AsyncEngine:
         eos_ids = tuple(sorted(ChatTokenizer.from_folder(folder).eos_ids))
         config = InferConfig(eos_ids=eos_ids)
-        return AsyncEngine(LLM(folder, config, dtype=self._saved.dtype).engine)
+        engine = LLM(folder, config, dtype=self._saved.dtype).engine
+        give_sight(engine.model, folder, self._pictures if folder_sees(folder) else None)
+        return AsyncEngine(engine)
 
 
 @dataclass
@@ -188,6 +201,7 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
+        self._waiting: list[str] = []  # pictures of the next message, by their hash
         self._is_line_open = False
 
     def typed_lines(self) -> Iterator[str]:
@@ -261,7 +275,28 @@ class ChatSession:
         self._ask(chosen)
         self._console.print(labelled("wanted", chosen.answer_text))
 
+    def image(self, file: str) -> None:
+        """Show a picture with the next message; without a file, show none."""
+        if not file:
+            self._waiting = []
+            self._show("no picture waits for the next message", "dim")
+            return
+        store = getattr(self.conversation.tokenizer, "store", None)
+        if store is None:
+            raise ValueError(
+                f"/image {file}: {self.saved.name} reads text alone; talk to a model with a vision "
+                "tower"
+            )
+        try:
+            sha256 = store.add(Image(Path(file).expanduser()).data())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"/image {file}: {error}") from None
+        self._waiting.append(sha256)
+        line = picture_line(self.conversation.tokenizer, sha256, len(self._waiting))
+        self._show(f"{line} goes with the next message", "dim")
+
     def reset(self, _: str) -> None:
+        self._waiting = []
         self.conversation.clear()
 
     def save(self, file: str) -> None:
@@ -286,6 +321,7 @@ class ChatSession:
             "/model": self.switch,
             "/compare": self.compare,
             "/task": self.task,
+            "/image": self.image,
             "/temperature": self.temperature,
             "/reset": self.reset,
             "/save": self.save,
@@ -294,12 +330,19 @@ class ChatSession:
         methods[name](rest.strip())
 
     def _ask(self, task: Task) -> None:
-        self._run(self.conversation.say, task, self.engines.get(self.model), self.model)
+        say = partial(self.conversation.say, pictures=tuple(self._waiting))
+        try:
+            self._run(say, task, self.engines.get(self.model), self.model)
+        except InfrastructureError as error:
+            raise ValueError(
+                f"{error}; an environment that needs tasks of its own is given one by /task"
+            ) from error
+        self._waiting = []
 
     def _run(self, method: Callable[..., Coroutine[Any, Any, Reply]], *arguments: Any) -> None:
         """Let an agent reply, on the screen. Ctrl-C stops the reply, not the program."""
         listener = Listener(on_text=self._on_text, on_observation=self._on_observation)
-        reply = self.engines.runner.run(method(*arguments, listener))
+        reply = self.engines.runner.run(method(*arguments, listener=listener))
         if not reply.text:
             self._on_text(NO_TEXT)
         self._end_line()
@@ -332,6 +375,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "/model [NAME]": "who answers: trained, or base, the model that the run began with",
         "/compare": "the last message again, answered by each model in the same place",
         "/task [N]": "give the agent a held-out task of its run",
+        "/image FILE": "show a picture with the next message; without a file: none",
         "/temperature X": "0 takes the likeliest token",
         "/reset": "forget the conversation",
         "/save FILE.json": "write the conversation, with its token ids",

@@ -10,6 +10,7 @@ their limits. Calls are written as Hermes has them, or in code blocks, where the
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from nanorl.commands.api import run_to_end
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env_kind import Demonstrator, EnvKind, shown_action
+from nanorl.envs.images import observed, words_of
 from nanorl.envs.rewards.base import Transcript
 from nanorl.options.presets import get_preset
 from nanorl.run.parse import with_options
@@ -39,7 +41,8 @@ class Rehearsal:
     task: Task
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
+    observations: list[Any] = field(default_factory=list)
+    """Texts; one with pictures is the list of its parts, which name them by their hash."""
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
@@ -51,7 +54,8 @@ class Rehearsal:
 
         ended = "ended by the environment" if self.is_done else "not ended by the environment"
         outcome = f"reward {self.reward:g}, {ended}"
-        return rehearsal_html(self.messages, self.turn_rewards, outcome)
+        told = [{**one, "content": words_of(one["content"])} for one in self.messages]
+        return rehearsal_html(told, self.turn_rewards, outcome)
 
 
 def rehearse(
@@ -75,9 +79,10 @@ def rehearse(
     opened = open_sandbox(sandbox, spec) if kind.needs_sandbox else None
     try:
         played = Rehearsal(task=kind.tasks(seed).batch(0, 1)[0] if task is None else task)
-        services = Services(tokenizer=_TOKENIZER, sandbox=opened, timeout_s=_TIMEOUT_S)
+        tokenizer: Any = _PlainTemplate()
+        services = Services(tokenizer=tokenizer, sandbox=opened, timeout_s=_TIMEOUT_S)
         episode = kind.open(services)
-        script = _Script(kind, episode, turns, seed)
+        script = _Script(kind, episode, turns, seed, tokenizer)
         run_to_end(_play(episode, script, played, most=_most_turns(kind)))
         return played
     finally:
@@ -94,16 +99,37 @@ def _most_turns(kind: EnvKind) -> int:
     ).agent.max_turns
 
 
+class _Pictures:
+    """In place of a run's picture store: files by their SHA-256."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def add(self, data: bytes) -> str:
+        from nanoengine.vision.pictures import read_picture  # here: most show none
+
+        read_picture(data)  # what a run would refuse is refused
+        sha256 = hashlib.sha256(data).hexdigest()
+        self._files[sha256] = data
+        return sha256
+
+    def holds(self, sha256: str) -> bool:
+        return sha256 in self._files
+
+    def data(self, sha256: str) -> bytes:
+        return self._files[sha256]
+
+
 class _PlainTemplate:
     """In place of a model's tokenizer: its chat template knows no calls, and results as most do, as
-    messages of the role "tool" that say what the tool said and nothing else."""
+    messages of the role "tool" that say what the tool said and nothing else. It takes pictures."""
+
+    def __init__(self) -> None:
+        self.store = _Pictures()
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         known = ("system", "user", "assistant", "tool")
         return "\n".join(str(one["content"]) for one in messages if one["role"] in known)
-
-
-_TOKENIZER: Any = _PlainTemplate()
 
 
 class _Script:
@@ -111,7 +137,12 @@ class _Script:
     teacher."""
 
     def __init__(
-        self, kind: EnvKind, episode: Environment, turns: Sequence[str] | None, seed: int
+        self,
+        kind: EnvKind,
+        episode: Environment,
+        turns: Sequence[str] | None,
+        seed: int,
+        tokenizer: Any,
     ) -> None:
         if turns is None and not kind.has_teacher:
             raise ValueError(
@@ -119,7 +150,7 @@ class _Script:
                 "as turns=['10', '7']"
             )
         self._kind, self._episode, self._turns = kind, episode, turns
-        self._rng = random.Random(seed)
+        self._rng, self._tokenizer = random.Random(seed), tokenizer
         self._teacher: Demonstrator | None = None
 
     async def next_turn(self, played: Rehearsal) -> str | None:
@@ -128,7 +159,7 @@ class _Script:
             return self._turns[number] if number < len(self._turns) else None
         if self._teacher is None:
             self._teacher = self._kind.demonstrator(
-                played.task, self._rng, _TOKENIZER, self._episode
+                played.task, self._rng, self._tokenizer, self._episode
             )
         return await shown_action(self._teacher, played.observations)
 
@@ -150,7 +181,7 @@ async def _play(episode: Environment, script: _Script, played: Rehearsal, *, mos
             if step.observation is not None:
                 said = episode.format_observation(step.observation)
                 played.messages += said
-                played.observations.append("\n".join(str(one["content"]) for one in said))
+                played.observations.append(observed(said))
         transcript = Transcript(
             messages=played.messages,
             text=played.turns[-1] if played.turns else "",

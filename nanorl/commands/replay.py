@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-PhaseName = Literal["any", "untrained", "before", "rl", "after", "no_tool"]
+PhaseName = Literal["any", "untrained", "before", "rl", "after", "no_tool", "blind", "first_hidden"]
 SOME_DIFFER = 1
 
 

@@ -28,6 +28,7 @@ from nanorl.commands.terminal import labelled, page
 from nanorl.observability.report.transcript import verdict
 from nanorl.observability.store import Entry, RolloutStore
 from nanorl.options.store_address import training_store
+from nanorl.shown_pictures import items
 from nanorl.types import Branch, Rollout, Status
 
 if TYPE_CHECKING:
@@ -169,11 +170,12 @@ def _said(sequence: Branch, decode: ChatDecode) -> list[Text]:
     spans = sequence.turn_spans
 
     def add(role: str, start: int, end: int) -> None:
-        said = decode(sequence.tokens[start:end]).strip()
+        said = decode(items(sequence, start, end, decode.pictures)).strip()
         if said:
             lines.append(labelled(role, said))
 
-    opening = sequence.tokens[: spans[0].action_start if spans else len(sequence.tokens)]
+    first = spans[0].action_start if spans else len(sequence.tokens)
+    opening = items(sequence, 0, first, decode.pictures)
     for piece in decode.pieces(opening):
         lines.append(labelled("system" if piece.role == "system" else "task", piece.text))
     for turn, span in enumerate(spans):

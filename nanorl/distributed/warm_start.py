@@ -1,4 +1,4 @@
-"""The samples of the warm start: copy drills first, then a sloppy teacher's traces.
+"""The samples of the warm start: copy drills first, then a teacher's traces.
 
 `WarmStart.samples` is a function of (seed, step), so a resumed run trains on the same; the traces
 of an earlier epoch, which it does not have any more, it plays again with the same result.
@@ -26,10 +26,10 @@ from functools import cached_property
 from typing import Any
 
 from nanoengine.packing import Sample
-from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.envs.env_kind import Demonstrator, TaskSet, shown_action
+from nanorl.envs.images import observed
 from nanorl.envs.tasks.tiny_model import CHAT_MARKERS
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
@@ -56,7 +56,7 @@ class WarmStart:
     async def samples(self, step: int) -> list[Sample]:
         """May be called ahead of time: the teacher plays in the sandbox while an optimizer runs."""
         warm = self.config.warm_start
-        num_drills = math.ceil(warm.drill_fraction * warm.steps)
+        num_drills = warm.num_drills
         if step < num_drills:
             return self._drills(step)
         an_epoch = max(1, math.ceil((warm.steps - num_drills) / warm.epochs))
@@ -114,23 +114,17 @@ class RecordingEnv:
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.observations: list[str] = []
+        self.observations: list[Any] = []
 
     async def step(self, action: str) -> Any:
         result = await self.env.step(action)
         if result.observation is not None:
-            self.observations.append(observed_text(result.observation))
+            said = self.env.format_observation(result.observation)
+            self.observations.append(observed(said))
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
-
-
-def observed_text(observation: str | list[Message]) -> str:
-    """An observation as the text that a script reads."""
-    if isinstance(observation, str):
-        return observation
-    return "\n".join(str(message["content"]) for message in observation)
 
 
 class ScriptedGenerator:
@@ -139,7 +133,7 @@ class ScriptedGenerator:
     def __init__(
         self,
         script: Demonstrator,
-        observations: Callable[[], Sequence[str]],
+        observations: Callable[[], Sequence[Any]],
         tokenizer: ChatTokenizer,
         end_of_turn_id: int,
     ) -> None:
@@ -163,7 +157,12 @@ def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
     """Samples whose loss is on the action tokens; sequences without one are left out. All are of
     one group: what they begin with alike, the system prompt at least, is forwarded once."""
     return [
-        Sample(tokens=sequence.tokens, loss_mask=sequence.loss_mask, group="traces")
+        Sample(
+            tokens=sequence.tokens,
+            loss_mask=sequence.loss_mask,
+            images=sequence.images,
+            group="traces",
+        )
         for rollout in rollouts
         for sequence in rollout.sequences
         if sequence.num_action_tokens

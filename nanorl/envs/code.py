@@ -4,7 +4,7 @@ print, and answers.
 The hidden answer never comes to the sandbox in any form: programs see the task's `files`, and
 nothing else.
 Left out: the tasks, which are drawn from a preset's family (nanorl/envs/tasks/family.py), and the
-sloppy teacher that shows how the tool is used (tasks/teachers.py); a preset brings both.
+teacher that shows how the tool is used (tasks/teachers.py); a preset brings both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanorl.envs.actions import ActionFormat
 from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Done, Env
 from nanorl.envs.env_episode import EnvEpisode
-from nanorl.envs.tools.python import python
+from nanorl.envs.tools.python import PythonTool, python
 from nanorl.task import Task
 
 
@@ -68,6 +68,7 @@ class CodeKind:
     has_tools: bool = True
     needs_sandbox: bool = True
     has_teacher: bool = True
+    tool: PythonTool = python
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -78,7 +79,7 @@ class CodeKind:
 
     def open(self, services: Services) -> Environment:
         # The tool has no state, so all episodes share the one object.
-        return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
+        return EnvEpisode(CodeEnv(self.form), (self.tool,), self.chat(services.tokenizer), services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
         """The form in which any model is told of the tool and calls it."""

@@ -17,8 +17,9 @@ may be left out: without `step` the policy's text is its answer; without `score`
 if it equals `task.answer`, numbers compared by value.
 
 A method `teacher(self, observations, rng)` shows how a task is played: it knows `self.task`, is
-given all observations so far, and returns the next turn, a text or `nanorl.ToolCall("name", {...})`
-(or several). Runs then begin with supervised steps on such traces; without it there are none.
+given all observations so far (one with pictures is a list of texts and `nanorl.Image`s), and
+returns the next turn, a text or `nanorl.ToolCall("name", {...})` (or several). Runs then begin with
+supervised steps on such traces; without it there are none.
 Next: env_episode.py (how an `Env` becomes an `Environment`), env_class.py (how a run finds one).
 """
 

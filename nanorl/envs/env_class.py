@@ -124,6 +124,6 @@ class _Shown:
     def __init__(self, episode: Any, rng: random.Random) -> None:
         self._episode, self._rng = episode, rng
 
-    async def next_action(self, history: Sequence[str]) -> str:
+    async def next_action(self, history: Sequence[Any]) -> str:
         said: str = await self._episode.show(list(history), self._rng)
         return said

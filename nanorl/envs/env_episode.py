@@ -29,6 +29,10 @@ from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout
 
 TOOL_UNAVAILABLE = "tool unavailable"
+WITH_RESULTS = "nanorl.envs.images:with_results"
+WITH_PICTURES = "nanorl.envs.images:with_pictures"
+KEEP_PICTURES = "nanorl.envs.images:keep_pictures"
+OBSERVED, AS_SHOWN = "nanorl.envs.images:observed", "nanorl.envs.images:as_shown"
 WHERE_RAISED = "nanorl.plugins:where_raised"
 """Finds the line of somebody's own code, for a message."""
 
@@ -46,7 +50,7 @@ class EnvEpisode:
         self._context: ToolContext | None = None
         self._outcome: float | None = None
         self._has_begun = False
-        self._opened: list[str] = []
+        self._opened: list[Any] = []
         self._teacher_rng: random.Random | None = None
 
     async def reset(self, task: Task) -> Opening:
@@ -60,10 +64,12 @@ class EnvEpisode:
             open_session=self._open_session,
         )
         env.__dict__["_context"] = self._context
+        if task.pictures:
+            resolve_name(KEEP_PICTURES)(task, self._services.tokenizer)
         # May be a coroutine, as all methods of an environment may.
-        opened = await self._ask(env.reset)
+        opened = self._shown(await self._ask(env.reset))
         if opened is not None:
-            self._opened = _texts(_messages(opened))
+            self._opened = [resolve_name(OBSERVED)(_messages(opened))]
         messages = _messages(task.prompt if opened is None else opened)
         if self._chat is None:
             return Opening(messages=_with_system(messages, env.system))
@@ -80,20 +86,22 @@ class EnvEpisode:
         # A call wins over text beside it, which was written before the output was seen.
         if calls:
             return await self._answer_calls(calls)
-        said = await self._ask(self.env.step, visible(text))
+        said = self._shown(await self._ask(self.env.step, visible(text)))
         ended = self.env._take_done()
         if ended is not None and not isinstance(said, Done | TimeStep):
             raise self._not_returned("step")
         return self._time_step(said)
 
-    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+    async def show(self, observations: Sequence[Any], rng: random.Random) -> str:
         """The next turn of the environment's teacher, in the written form of the calls. It is given
-        what `reset` returned and all replies, and draws from the first call's `rng` (worker
-        processes are sent a copy with every one). TeacherError where it raises or says no turn."""
+        what `reset` returned and all replies, which come as `observed` has them, and draws from the
+        first call's `rng` (worker processes are sent a copy with every one). TeacherError where it
+        raises or says no turn."""
         if self._teacher_rng is None:
             self._teacher_rng = rng
         teacher: Any = self.env.teacher  # type: ignore[attr-defined]
-        seen = [*self._opened, *observations]
+        shown, tokenizer = resolve_name(AS_SHOWN), self._services.tokenizer
+        seen = [shown(one, tokenizer) for one in (*self._opened, *observations)]
         try:
             said = await self._ask(teacher, seen, self._teacher_rng)
         except InfrastructureError as error:
@@ -131,6 +139,12 @@ class EnvEpisode:
         finally:
             if self._context is not None:
                 await self._context.close()
+
+    def _shown(self, said: Any) -> Any:
+        """Return what the environment said, with its pictures where they belong."""
+        if said is None or isinstance(said, str | Done | TimeStep):
+            return said
+        return resolve_name(WITH_PICTURES)(said, self._services.tokenizer)
 
     async def _open_session(self) -> Any:
         sandbox = self._services.sandbox
@@ -178,7 +192,10 @@ class EnvEpisode:
         self._context.metrics.update({name: n for name, n in counts.items() if n})
         if (end := results.submitted) is not None:
             return self._time_step(Done(reward=end.reward, answer=end.answer))
-        return self._time_step(self._brought(results.texts, calls))
+        brought = self._brought(results.texts, calls)
+        if results.pictures:
+            brought = self._shown(resolve_name(WITH_RESULTS)(brought, results.pictures))
+        return self._time_step(brought)
 
     def _brought(
         self, results: Sequence[str], calls: Sequence[ToolCall | ToolCallError]
@@ -219,7 +236,3 @@ def _messages(said: str | Sequence[Message]) -> list[Message]:
 
 def _with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages] if system else messages
-
-
-def _texts(messages: Sequence[Message]) -> list[str]:
-    return ["\n".join(str(message["content"]) for message in messages)]

@@ -36,12 +36,13 @@ class TaskSet(Protocol):
 class Demonstrator(Protocol):
     """Plays one episode by a script, for the supervised steps before RL."""
 
-    def next_action(self, history: Sequence[str]) -> str | Awaitable[str]:
-        """The text of the next turn, given all observations so far. May raise `TeacherError`."""
+    def next_action(self, history: Sequence[Any]) -> str | Awaitable[str]:
+        """The text of the next turn, given all observations so far: texts, or lists of parts where
+        they show pictures (`observed` of images.py). May raise `TeacherError`."""
         ...
 
 
-async def shown_action(demonstrator: Demonstrator, history: Sequence[str]) -> str:
+async def shown_action(demonstrator: Demonstrator, history: Sequence[Any]) -> str:
     """The next turn of a demonstrator, whether or not it has to wait for its episode."""
     said = demonstrator.next_action(history)
     return said if isinstance(said, str) else await said

@@ -17,7 +17,7 @@ from nanorl.task import Task
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
-    from nanorl.envs.rewards.judge import JudgeReward
+    from nanorl.envs.rewards.judge_questions import AsksJudge
 
 
 class JudgedKind:
@@ -31,7 +31,7 @@ class JudgedKind:
         self.defaults: Mapping[str, Any] = kind.defaults
 
     @property
-    def judges(self) -> Sequence[JudgeReward]:
+    def judges(self) -> Sequence[AsksJudge]:
         """The LLM judges of its reward."""
         return getattr(self.reward, "judges", ())
 
@@ -70,7 +70,7 @@ class JudgedEpisode:
     async def step(self, text: str) -> TimeStep:
         return await self._env.step(text)
 
-    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+    async def show(self, observations: Sequence[Any], rng: random.Random) -> str:
         said: str = await self._env.show(observations, rng)  # type: ignore[attr-defined]
         return said
 
@@ -90,7 +90,7 @@ class JudgedEpisode:
         await self._env.close()
 
 
-def judges_of(kind: EnvKind) -> Sequence[JudgeReward]:
+def judges_of(kind: EnvKind) -> Sequence[AsksJudge]:
     """The LLM judges that score its episodes in the process of the caller; those of each, where it
     is several environments."""
     members: Mapping[str, EnvKind] = getattr(kind, "members", {})

@@ -196,7 +196,7 @@ class MixedEpisode:
     async def step(self, text: str) -> TimeStep:
         return await self._episode.step(text)
 
-    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+    async def show(self, observations: Sequence[Any], rng: random.Random) -> str:
         said: str = await self._episode.show(observations, rng)  # type: ignore[attr-defined]
         return said
 

@@ -33,6 +33,7 @@ from nanorl.envs.base import Environment, Services
 from nanorl.envs.env import Env
 from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_episode import EnvEpisode
+from nanorl.envs.images import with_text
 from nanorl.envs.rewards.base import Transcript
 from nanorl.envs.tools.function import NOT_TOOLS, bind_tools, method_tools
 
@@ -91,7 +92,7 @@ class ToolClassEnv(Env):
             **{name: value for name, value in fields.items() if takes_all or name in parameters}
         )
         *before, last = self.task.messages()
-        return [*before, {**last, "content": last["content"] + said} if said else last]
+        return [*before, with_text(last, said, between="") if said else last]
 
     def score(self, transcript: Transcript) -> Any:
         if callable(getattr(self.subject, "score", None)):

@@ -7,6 +7,8 @@
     batch_policy.py     which groups make a batch, and what becomes of those that do not fit
     assembly.py         takes groups from the queue until a batch is complete
     group.py            a finished group
+    replay_policy.py    how many groups that had a signal are trained on again
+    replay_groups.py    which those are
 
 trainer.py drives them all. Left out: how a group is played (collector.py) and what is learnt from
 it (learner.py, batching.py).

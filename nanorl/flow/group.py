@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from nanorl.rollout_json import from_json
 from nanorl.task import Task
 from nanorl.types import Rollout
 
@@ -46,8 +47,8 @@ class FinishedGroup:
         return sum(rollout.num_action_tokens for rollout in self.rollouts)
 
     def to_text(self) -> str:
-        """JSON; `from_text` is its inverse. The lists of tokens are not copied first, as by a
-        rollout's own `to_json`, which takes five times as long."""
+        """JSON; `from_text` is its inverse. The lists of tokens are not copied first, as by
+        `rollout_json.to_json`, which takes five times as long."""
         whole = {
             "index": self.index,
             "task": self.task.to_json(),
@@ -62,6 +63,6 @@ class FinishedGroup:
         return cls(
             index=data["index"],
             task=Task.from_json(data["task"]),
-            rollouts=[Rollout.from_json(one) for one in data["rollouts"]],
+            rollouts=[from_json(one) for one in data["rollouts"]],
             size=data["size"],
         )

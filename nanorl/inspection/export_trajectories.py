@@ -30,10 +30,11 @@ from nanorl.observability.trajectories.jsonl import write_jsonl
 from nanorl.observability.trajectories.run_parsers import agent_info, find_parsers
 from nanorl.options.run_config import RunConfig
 from nanorl.options.store_address import EVALUATIONS_FILE, training_store
+from nanorl.shown_pictures import RunPictures
 from nanorl.types import Status
 
 Format = Literal["atif", "jsonl", "parquet", "otel"]
-StoredPhase = Literal["rl", "untrained", "before", "after", "no_tool"]
+StoredPhase = Literal["rl", "untrained", "before", "after", "no_tool", "blind", "first_hidden"]
 PLACES: dict[str, str] = {
     "atif": "trajectories-atif",
     "jsonl": "trajectories.jsonl",
@@ -125,7 +126,7 @@ def export_rollouts(options: ExportOptions, *, say: Callable[[str], None] = prin
             raise ValueError(_why_none(options, store))
         parsers = find_parsers(config, tokenizer, say)
         reader = _Stored(store, TrajectoryReader(tokenizer, parsers), options.phase, entries)
-        place = _write(options, config, iter(reader))
+        place = _write(options, config, iter(reader), RunPictures.of(tokenizer))
     return Exported(place=place, num_rollouts=reader.num_read)
 
 
@@ -159,14 +160,19 @@ class _Stored:
             self.num_read += 1
 
 
-def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory]) -> str:
+def _write(
+    options: ExportOptions,
+    config: RunConfig,
+    found: Iterator[Trajectory],
+    pictures: RunPictures | None,
+) -> str:
     """Write them; where that is."""
     place, force = options.place, options.force
     agent = agent_info(config)
     if options.to == "jsonl":
         write_jsonl(found, place, force=force)
     elif options.to == "atif":
-        write_atif(found, place, agent, force=force)
+        write_atif(found, place, agent, force=force, pictures=pictures)
     elif options.to == "parquet":
         # Here: it needs an extra.
         from nanorl.observability.trajectories.parquet import write_parquet

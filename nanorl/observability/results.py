@@ -3,14 +3,22 @@ an evaluation found."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from nanorl.task import Task
-from nanorl.types import Rollout, TokenStats
+from nanorl.types import Rollout, TokenStats, Withheld
 
-Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
+Phase = Literal[
+    "untrained", "warm_start", "before", "rl", "after", "no_tool", "blind", "first_hidden", "done"
+]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+WITHHELD: Mapping[str, Withheld] = MappingProxyType(
+    {"no_tool": "tools", "blind": "pictures", "first_hidden": "first picture"}
+)
+"""What the policy goes without in an evaluation, by its name; in the others nothing."""
 
 
 @dataclass(kw_only=True)
@@ -27,6 +35,7 @@ class StepResult:
     failed: list[Rollout]  # attempts that the machine spoilt; they were repeated
     tasks: dict[str, Task]  # by task_id, of all groups
     token_stats: dict[str, TokenStats]  # by rollout_id, of those that were scored
+    replayed: list[Sequence[Rollout]] = field(default_factory=list)  # of earlier steps, trained on
 
 
 @dataclass(kw_only=True)

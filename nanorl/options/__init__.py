@@ -2,8 +2,9 @@
 
 run_config.py       `RunConfig`, all of them in sections; the sections are in
                     phase_config.py (warm start, RL, evaluation), agent_config.py (agent, sandbox),
-                    engine_config.py (engines, adapter) and cluster_config.py (processes)
-presets.py          two sets of them that work
+                    engine_config.py (engines, adapter), vision_config.py (tower) and
+                    cluster_config.py (processes)
+presets.py          sets of them that work
 names.py            which there are, by their dotted names
 values.py           one option's value, as its field's type has it
 help_text.py        the text of `nanorl train --help`

@@ -53,6 +53,8 @@ class AgentConfig(Limits):
             max_response_tokens=COUNT,
             max_context_tokens=COUNT,
             max_observation_tokens=COUNT,
+            max_images=COUNT,
+            max_image_tokens=COUNT,
         )
         require(
             self.max_context_tokens > self.max_turn_tokens,
@@ -91,6 +93,9 @@ class ToolConfig:
     from scripts/make_sandbox_image.sh."""
     allow_unsafe_sandbox: bool = False
     """Permit sandboxes from which programs can reach this machine."""
+    max_images: int = 0
+    """PNG files that a program leaves in out/ and that a model that sees is shown, at most; 0: only
+    what it prints is read."""
 
     def limits(self) -> SandboxSpec:
         """The limits of one execution."""
@@ -110,6 +115,7 @@ class ToolConfig:
             memory_mb=Bound(32, 1 << 20),
             workers=Bound(1, 16 * cores, f"16 processes for each of the {cores} cores here"),
             max_workers=Bound(0, 16 * cores, f"16 processes for each of the {cores} cores here"),
+            max_images=Bound(0, 64),
         )
         require(
             not 0 < self.max_workers < self.workers,

@@ -133,7 +133,7 @@ class AgentKit(Kit):
         services = Services(
             tokenizer=tokenizer, sandbox=self.sandbox, timeout_s=config.tool.timeout_s
         )
-        make_agent = partial(
+        make_agent: Callable[..., Agent] = partial(
             run_agent(config, self.kind),
             tokenizer=tokenizer,
             limits=config.agent,
@@ -143,6 +143,10 @@ class AgentKit(Kit):
             http=self._http,
             times=self.times,
         )
+        if config.rl.truncates:
+            from nanorl.agents.kept_notes import noting  # few runs do
+
+            make_agent = noting(make_agent)
         super().__init__(self.kind.open, services, make_agent)
 
     async def close_loop(self) -> None:
@@ -194,4 +198,7 @@ class AgentKit(Kit):
                 max_calls_at_once=self.config.agent.max_calls_at_once,
                 scoring=self._scoring,
             )
+            store = getattr(self.tokenizer, "store", None)
+            if store is not None:
+                self._endpoint.let_see(store)
         return self._endpoint.episode(recording)

@@ -35,7 +35,7 @@ def host_kind(
     the same: one engine reads the answers of all workers, instead of a copy in each."""
     if isinstance(kind, JudgedKind) and judges_of(kind) and config.reward in REWARDS:
         alone = replace(config, reward="", reward_args=())
-        return JudgedKind(HostedKind(kind.kind, alone, folder, num_workers, http), kind.reward)
+        return type(kind)(HostedKind(kind.kind, alone, folder, num_workers, http), kind.reward)
     return HostedKind(kind, config, folder, num_workers, http)
 
 

@@ -9,16 +9,18 @@ engines, sandboxes and agents, which are roles (nanorl/distributed/roles/), and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from nanoengine.adapters.lora import choose_targets
 from nanoengine.config import EngineConfig, UpdateConfig
 from nanoengine.determinism import require_deterministic_cublas
+from nanoengine.formats.families import sees
+from nanoengine.formats.hf import model_class
 from nanoengine.formats.sources import SMOLLM2, resolve_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.device import resolve_device
 from nanoinfer.config import InferConfig
 from nanorl.agents.loops import load_loop
@@ -31,14 +33,15 @@ from nanorl.envs.judged import judges_of
 from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tasks.source import ListTasks, Split
-from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.options.agent_kit import run_agent, run_loop
+from nanorl.options.presets import get_preset
 from nanorl.options.reference_check import check_reference
 from nanorl.options.reference_names import parse_references, shares_of
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_curriculum import run_curriculum
-from nanorl.options.run_kind import members_of_kind, run_kind, run_tokenizer
+from nanorl.options.run_kind import members_of_kind, pictures_folder, run_kind, run_tokenizer
 from nanorl.options.run_sizes import sized
+from nanorl.options.vision_config import VisionOptions
 from nanorl.task import Task
 from nanorl.types import kind_of
 from nanosched.resources import Resources
@@ -62,6 +65,9 @@ class Parts:
     def __init__(self, config: RunConfig, *, env: object = None) -> None:
         """`self.config` is `config` with the device and the sizes that were chosen. `env` is an
         environment given as an object, in place of the one that the options name."""
+        if config.cluster.backend == "ray":
+            # Its processes have the working directory that Ray was started in.
+            config = replace(config, out=config.run_dir.absolute())
         if config.deterministic:
             require_deterministic_cublas()  # before anything touches a GPU
         self.device = resolve_device(config.device)
@@ -75,10 +81,13 @@ class Parts:
         check_loops(config, self.kind, self.tasks)
         run_curriculum(config)  # refused here, before any work, if it is none
         self.folder = model_folder(config)
+        if config.cluster.backend == "ray":
+            self.folder = self.folder.absolute()
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
+        check_sight(config, self.shape, self.tasks.heldout)
         check_lora(config, self.shape)
-        check_reference(config, self.shape.vocab_size)
+        check_reference(config, self.folder, self.shape)
         self.tokenizer = run_tokenizer(config, self.folder)
         is_observing = config.rl.algorithm.observation_coef != 0
         self.scaffold = Scaffold(self.tokenizer) if is_observing else None
@@ -89,6 +98,11 @@ class Parts:
         if config.rl.algorithm.has_hindsight and config.rl.steps:
             self._check_hindsight(config)
         self.config = sized(config, self.shape, self.device)
+
+    @property
+    def pictures(self) -> Path | None:
+        """The folder of the run's pictures; None for a model that reads text alone."""
+        return pictures_folder(self.config) if sees(self.shape.model_type) else None
 
     def _check_kinds(self, config: RunConfig) -> None:
         """`ValueError` for tasks of the first step that no reference is named for."""
@@ -116,7 +130,8 @@ class Parts:
 
     @property
     def num_parameters(self) -> int:
-        return sum(one.numel() for one in Transformer(self.shape, device="meta").parameters())
+        whole = model_class(self.shape)(self.shape, device="meta")
+        return sum(one.numel() for one in whole.parameters())
 
     def infer_config(self) -> InferConfig:
         """The options of an inference engine."""
@@ -132,6 +147,8 @@ class Parts:
         """The training engine's options of one phase: those of the run, of its engines and of
         `update` that have the same names."""
         given = shared(EngineConfig, self.config, self.config.engine, self.config.learner, update)
+        vision = self.config.vision
+        given |= {"vision_train": vision.train, "vision_lr": vision.lr}
         if self.config.learner.cp > 1:
             given["share_prefix"] = False  # ring attention reads every row
         return EngineConfig(**given | options)
@@ -187,10 +204,43 @@ def model_folder(config: RunConfig) -> Path:
                 f"--model {config.model}: is a run's folder; its model is {folder}/model-trained"
             )
         return folder
-    if config.preset == "tiny":
+    if build := get_preset(config.preset).build_model:
         folder = config.run_dir / "model"
-        return folder if config.resume or config.fork else build_tiny_model(folder, config.seed)
+        if not (config.resume or config.fork):
+            resolve_name(build)(folder, config.seed)
+        return folder
     return resolve_model(SMOLLM2.name, cache)
+
+
+def check_sight(config: RunConfig, shape: ModelConfig, tasks: Sequence[Task]) -> None:
+    """`ValueError` where a model that sees would be trained in a way that sees no pictures yet, and
+    where one that reads text would be shown some by its tasks, or has options of a tower."""
+    vision = config.vision
+    if not sees(shape.model_type):
+        if vision != VisionOptions():
+            raise ValueError(
+                f"--vision.train {vision.train}, --vision.lr {vision.lr}: the model reads text, "
+                "and has no tower; leave them out"
+            )
+        if shown := next((task.task_id for task in tasks if task.pictures), ""):
+            raise ValueError(
+                f"the task {shown} shows pictures, and the model reads text alone: take one with a "
+                "vision tower (--model)"
+            )
+        return
+    if config.lora.rank and (vision.train == "merger" or vision.lr is not None):
+        raise ValueError(
+            f"--vision.train {vision.train}, --vision.lr {vision.lr} with --lora.rank "
+            f"{config.lora.rank}: an adapter leaves the tower frozen; leave one of them out"
+        )
+    blind = {
+        "--rollout.addresses": bool(config.rollout.addresses),
+    }
+    if found := [name for name, is_asked in blind.items() if is_asked]:
+        raise ValueError(
+            f"{', '.join(found)}: the model sees, and pictures do not get there yet; leave "
+            "it out, or take a model that reads text"
+        )
 
 
 def check_positions(config: RunConfig, model: ModelConfig) -> None:
@@ -230,7 +280,7 @@ def check_lora(config: RunConfig, model: ModelConfig) -> None:
     """`ValueError` for targets of an adapter that the model does not have."""
     if config.lora.rank:
         try:
-            choose_targets(Transformer(model, device="meta"), config.lora.targets)
+            choose_targets(model_class(model)(model, device="meta"), config.lora.targets)
         except ValueError as error:
             raise ValueError(f"--lora.{error}") from None
 

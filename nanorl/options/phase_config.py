@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from nanoengine.config import Schedule, UpdateConfig
+from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.flow.batch_policy import BatchPolicy
+from nanorl.flow.replay_policy import ReplayPolicy
 from nanorl.options.reference_names import check_mixture, parse_references
+from nanorl.options.replay_check import check_replay
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -16,7 +20,7 @@ MAX_ROLLOUTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig(UpdateConfig):
-    """Supervised steps on a sloppy teacher's traces, so that RL starts from a format that runs."""
+    """Supervised steps on a teacher's traces, so that RL starts from a format that runs."""
 
     steps: int = 32
     """Optimizer steps; 0 goes straight to RL."""
@@ -29,11 +33,15 @@ class WarmStartConfig(UpdateConfig):
     """Share of the steps, the first ones, that train on copy drills instead of traces."""
     epochs: int = 1
     """Passes over the traces: with more, fewer are played and each is trained on so often."""
+    stop_loss: float = 0.0
+    """Ends it as soon as the loss of about the last ten steps, in nats a token, is at most this: a
+    small model learns what it is shown all at once, and sooner with one seed than with another."""
 
     def __post_init__(self) -> None:
         check_record(
             self,
             "warm-start.",
+            stop_loss=NATURAL,
             steps=NATURAL,
             traces_per_step=Bound(1, 4096, "the sandbox plays them all before the step"),
             lr=POSITIVE,
@@ -43,6 +51,11 @@ class WarmStartConfig(UpdateConfig):
             drill_fraction=Bound(0, 1),
             epochs=COUNT,
         )
+
+    @property
+    def num_drills(self) -> int:
+        """The steps that train on copy drills."""
+        return math.ceil(self.drill_fraction * self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +71,13 @@ class RLConfig(UpdateConfig):
     lr: float = 2e-5
     temperature: float = 1.0
     """Sampling temperature of the rollouts; log-probs are of the tempered distribution."""
+    top_p: float = 1.0
+    """Rollouts draw from the likeliest tokens that together have this probability; 1: from all.
+    Log-probs, ratios and entropies are then of what was kept, at most 1,024 tokens a place."""
+    min_p: float = 0.0
+    """Rollouts draw from tokens at least this likely relative to the likeliest; 0: from all."""
+    top_k: int = 0
+    """Rollouts draw from so many of the likeliest tokens; 0: from all."""
     keep_entropies: bool = False
     """Compute and store the entropy at every trained token, for nanorl view; it costs a pass over
     the logits. Losses with an entropy bonus have them anyway."""
@@ -73,6 +93,8 @@ class RLConfig(UpdateConfig):
     """Its arguments, as name=value; of pools easy=0.1 hard=0.2, shares of what is played."""
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     """Which groups make a batch, and what becomes of those that do not fit."""
+    replay: ReplayPolicy = field(default_factory=ReplayPolicy)
+    """Groups of earlier steps that are trained on again beside the fresh ones."""
     concurrency: int = 0
     """Rollouts that play at a time, the others wait; 0: as many as are let start, but fewer as soon
     as turns find that the cache has forgotten what they had in it."""
@@ -106,6 +128,9 @@ class RLConfig(UpdateConfig):
             lr=POSITIVE,
             warmup_steps=NATURAL,
             temperature=Bound(0.01, 100, "colder is greedy, hotter is noise"),
+            top_p=Bound(0.01, 1, "so much of the probability is drawn from; 1 is all"),
+            min_p=Bound(0, 0.99, "a share of the likeliest token's probability; 0 is off"),
+            top_k=NATURAL,
             epochs=Bound(1, 1000, "they all train on one batch"),
             minibatches=Bound(1, 4096, "each is an optimizer step"),
             concurrency=NATURAL,
@@ -125,15 +150,44 @@ class RLConfig(UpdateConfig):
     @property
     def is_on_policy(self) -> bool:
         """True if every token is of the policy that its batch updates."""
+        return self.is_synchronous and not self.replay.share
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if nothing is played while the policy changes, so that no clock has a say."""
         return self.max_staleness == 0 and not self.batch.oversample
+
+    @property
+    def truncates(self) -> bool:
+        """True if rollouts draw from a part of the vocabulary."""
+        return self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+
+    def sampling(self, seed: int = 0) -> SamplingParams:
+        """The way that rollouts are drawn."""
+        if not self.truncates:
+            return SamplingParams(temperature=self.temperature, seed=seed)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            top_k=self.top_k,
+            logps_mode="kept",
+            seed=seed,
+        )
+
+    @property
+    def groups_per_step(self) -> int:
+        """The groups that a step trains on at most, replayed ones among them."""
+        return self.tasks_per_step + self.replay.num_groups(self.tasks_per_step)
 
     def _check_rollouts(self) -> None:
         """Refuse batches that would be too large, or that hold nothing to learn from."""
-        num_rollouts = self.tasks_per_step * self.group_size
+        num_rollouts = self.groups_per_step * self.group_size
         if num_rollouts > MAX_ROLLOUTS:
+            replay = f" and --rl.replay.share {self.replay.share}" * bool(self.replay.share)
             raise ValueError(
                 f"--rl.tasks-per-step {self.tasks_per_step}: with --rl.group-size "
-                f"{self.group_size} a step has {num_rollouts} rollouts; must be at most "
+                f"{self.group_size}{replay} a step has {num_rollouts} rollouts; must be at most "
                 f"{MAX_ROLLOUTS}, for all of them are held in memory"
             )
         spec = self.algorithm
@@ -162,11 +216,12 @@ class RLConfig(UpdateConfig):
                 "its own; choose loss ppo, or 1 of them"
             )
         if not self.is_on_policy and not spec.answers_for_staleness:
-            flag = (
-                f"--rl.max-staleness {self.max_staleness}"
-                if self.max_staleness
-                else f"--rl.batch.oversample {self.batch.oversample}"
-            )
+            flags = {
+                f"--rl.max-staleness {self.max_staleness}": self.max_staleness,
+                f"--rl.batch.oversample {self.batch.oversample}": self.batch.oversample,
+                f"--rl.replay.share {self.replay.share}": self.replay.share,
+            }
+            flag = next(flag for flag, is_set in flags.items() if is_set)
             raise ValueError(
                 f"{flag}: nothing answers for stale tokens "
                 f"(--rl.algorithm.correction {spec.resolved_correction}, old-policy "
@@ -184,13 +239,14 @@ class RLConfig(UpdateConfig):
                 f"--rl.reference {self.reference}: nothing reads it; set --rl.algorithm.kl-coef, "
                 "kl-reward-coef or distill-coef, or loss opd"
             )
+        check_replay(self.replay, spec, tasks_per_step=self.tasks_per_step)
         check_mixture(parse_references(self.reference), is_topk=spec.loss == "opd_topk")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out evaluation: greedy before and after RL, with the tool on and off; sampled while RL
-    goes on."""
+    """Held-out evaluation: greedy before and after RL, with the tool on and off, and of models that
+    see with pictures hidden; sampled while RL goes on."""
 
     num_tasks: int = 200
     """Held-out tasks for the figures before and after RL."""
@@ -198,6 +254,9 @@ class EvaluationConfig:
     """Held-out tasks for the untrained model, the first of the same list."""
     num_tasks_no_tool: int = 42
     """Held-out tasks for the trained model with the tool switched off, the first of the list."""
+    num_tasks_hidden: int = 42
+    """Held-out tasks for a trained model that sees, with grey in place of every picture, and once
+    more in place of the first one: the first of the list."""
     seed: int = 12345
     """Seed of the held-out list; the same for every training seed."""
     every: int = 0
@@ -219,6 +278,7 @@ class EvaluationConfig:
             num_tasks=Bound(1, most, why),
             num_tasks_untrained=Bound(0, most, why),
             num_tasks_no_tool=Bound(0, most, why),
+            num_tasks_hidden=Bound(0, most, why),
             every=NATURAL,
             num_tasks_each=Bound(1, most, "each is played to its end, k times"),
             k=Bound(1, 1024, "all rollouts are held in memory"),

@@ -29,9 +29,12 @@ from nanorl.options.engine_config import EngineLimits, LoraOptions
 from nanorl.options.monitor_config import MonitorConfig
 from nanorl.options.phase_config import EvaluationConfig, RLConfig, WarmStartConfig
 from nanorl.options.values import read_record
+from nanorl.options.vision_config import VisionOptions
 
 CHECK_MIX = "nanorl.options.env_mix:check_mix"
 """Refuses what does not fit together where a run has several environments."""
+CHECK_TRUNCATION = "nanorl.options.truncated_draws:check_truncation"
+"""Refuses what has no log-probs over the tokens that truncated rollouts keep."""
 TrackerName = Literal["wandb", "mlflow", "trackio", "clearml", "otel"]
 
 
@@ -40,7 +43,7 @@ class RunConfig:
     """One training run."""
 
     preset: str = "smollm2"
-    """Which preset the defaults come from: smollm2 or tiny."""
+    """Which preset the defaults come from: smollm2, tiny or tiny_vision."""
     algorithm: str = "grpo"
     """Which published recipe the defaults of --rl.algorithm come from; `nanorl algorithms` lists
     them."""
@@ -121,6 +124,7 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
     agent: AgentConfig = field(default_factory=AgentConfig)
     tool: ToolConfig = field(default_factory=ToolConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -150,7 +154,7 @@ class RunConfig:
         self._check_store()
         if self.env_weights or len(self.envs) > 1:
             resolve_name(CHECK_MIX)(self)
-        if self.deterministic and not self.rl.is_on_policy:
+        if self.deterministic and not self.rl.is_synchronous:
             raise ValueError(
                 f"--deterministic with --rl.max-staleness {self.rl.max_staleness} and "
                 f"--rl.batch.oversample {self.rl.batch.oversample}: with staleness the time "
@@ -161,6 +165,8 @@ class RunConfig:
             self._check_quantization()
         self._check_processes()
         self._check_http()
+        if self.rl.truncates:
+            resolve_name(CHECK_TRUNCATION)(self)
         if self.lora.rank and self.cluster.backend != "inline":
             raise ValueError(
                 f"--lora.rank {self.lora.rank} with --cluster.backend {self.cluster.backend}: an "

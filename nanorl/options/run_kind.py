@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from nanorl.envs.catalog import (
     load_kind,
     parse_arguments,
 )
+from nanorl.envs.code import CodeKind
 from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.judged import JudgedKind
+from nanorl.envs.rewards.base import Reward
 from nanorl.envs.rewards.load import REWARDS, load_reward
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
@@ -27,6 +30,8 @@ from nanorl.sandbox.base import WorkspaceSandbox
 from nanorl.sandbox.choice import AUTO, choose_sandbox
 
 NUM_WORKERS = 2
+PICTURES = "pictures"
+"""The name of the folder of a run's pictures, in the run's own."""
 
 
 def run_kind(config: RunConfig, env: object = None) -> EnvKind:
@@ -43,6 +48,8 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
             raise ValueError(f"--env-args {arguments}: the environment {PRESETS_OWN} takes none")
     elif config.env:
         kind = load_kind(config.env, arguments)
+    if config.tool.max_images:
+        kind = _showing(kind, config.tool.max_images)
     if config.reward_args and not config.reward:
         raise ValueError(
             f"--reward-args {' '.join(config.reward_args)}: belong to no reward; name it with "
@@ -50,8 +57,35 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
         )
     if config.reward:
         given = parse_arguments(config.reward_args)
-        kind = JudgedKind(kind, load_reward(config.reward, _sandbox_arguments(config) | given))
+        reward = load_reward(config.reward, _sandbox_arguments(config) | given)
+        kind = _judged(config, kind, reward)
     return kind
+
+
+def _showing(kind: EnvKind, max_images: int) -> EnvKind:
+    """The code environment with a tool that shows the pictures of programs."""
+    if not isinstance(kind, CodeKind):
+        raise ValueError(
+            f"--tool.max-images {max_images}: is of the environment {PRESETS_OWN}, and this is "
+            f"{kind.name}; give your own tools = [nanorl.PythonPictures(max_images={max_images})]"
+        )
+    from nanorl.envs.tools.python_pictures import HINT, PythonPictures  # here: few runs show any
+
+    form = replace(kind.form, system=f"{kind.form.system} {HINT}".strip())
+    return replace(kind, form=form, tool=PythonPictures(max_images=max_images))
+
+
+def _judged(config: RunConfig, kind: EnvKind, reward: Reward) -> EnvKind:
+    if not callable(getattr(reward, "score_group", None)):
+        return JudgedKind(kind, reward)
+    from nanorl.envs.group_judged import GroupJudgedKind  # here: few runs compare by a judge
+
+    if config.rl.group_size == 1:
+        raise ValueError(
+            f"--reward {config.reward} with --rl.group-size 1: it compares the rollouts of a "
+            "group; raise the group size, or take --reward judge"
+        )
+    return GroupJudgedKind(kind, reward)
 
 
 def _mix(config: RunConfig, given: object) -> EnvKind:
@@ -128,5 +162,24 @@ def num_env_workers(config: RunConfig) -> int:
 
 
 def run_tokenizer(config: RunConfig, folder: Path) -> ChatTokenizer:
-    """The tokenizer of a run's model, with the variables that its chat template is given."""
-    return ChatTokenizer.from_folder(folder, parse_arguments(config.agent.template_args))
+    """The tokenizer of a run's model, with the variables that its chat template is given. One of a
+    model that sees keeps the run's pictures."""
+    variables = parse_arguments(config.agent.template_args)
+    if not folder_sees(folder):
+        return ChatTokenizer.from_folder(folder, variables)
+    from nanoengine.vision.seeing_tokenizer import seeing_tokenizer  # here: few models see
+
+    return seeing_tokenizer(folder, pictures_folder(config), variables)
+
+
+def folder_sees(folder: Path) -> bool:
+    """Say whether a model's folder has a model with a vision tower."""
+    from nanoengine.formats.families import sees  # here: it imports torch, and --help needs none
+
+    file = folder / "config.json"  # a folder may have a tokenizer alone
+    return file.is_file() and sees(json.loads(file.read_text("utf-8")).get("model_type"))
+
+
+def pictures_folder(config: RunConfig) -> Path:
+    """The folder in which a run keeps its pictures, for all of its processes."""
+    return config.run_dir.resolve() / PICTURES

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nanoengine.adapters.lora import choose_targets
+from nanoengine.formats.families import sees
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
@@ -32,6 +33,8 @@ from nanoengine.plan.footprint import (
     Plan,
     num_params,
     rank_memory,
+    tower_bytes,
+    training_bytes,
     training_widths,
     weight_bytes,
 )
@@ -78,6 +81,7 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
     num_seqs = limits.max_num_seqs or GPU_NUM_SEQS
     batch_tokens = limits.max_batch_tokens or GPU_BATCH_TOKENS
     room -= step_bytes(shape, DTYPES[config.dtype], num_seqs, batch_tokens)
+    room -= sight_bytes(config, shape, batch_tokens)
     if config.rl.max_staleness > 0:
         room -= activation_bytes(config, shape, micro)
     block = bytes_per_block(shape, _BLOCK, DTYPES[config.dtype])
@@ -104,7 +108,7 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
 def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
     """Add up what stays on the GPU: trainer, rollout engine, and the algorithm's other models."""
     weights = weight_bytes(shape, DTYPES[config.dtype])
-    training = num_params(shape) * sum(training_widths(config.dtype))
+    training = training_bytes(shape, config.dtype, config.vision.train)
     spec = config.rl.algorithm
     trainer = lora_bytes(config, shape) if config.lora.rank else training
     total = trainer + weights
@@ -128,9 +132,24 @@ def lora_bytes(config: RunConfig, shape: ModelConfig) -> float:
     return kept + factors * sum(training_widths("fp32"))
 
 
+def sight_bytes(config: RunConfig, shape: ModelConfig, num_tokens: int) -> float:
+    """Bytes of a step of rollouts over so many tokens of new pictures, and of all that was seen and
+    is kept; 0 for a model that reads text."""
+    if not sees(shape.model_type):
+        return 0.0
+    from nanoengine.vision.sight import KEPT_BYTES  # here: few models see
+
+    looks = Plan(dtype=config.dtype, vision_train="none")
+    return KEPT_BYTES + tower_bytes(shape, looks, num_tokens)
+
+
 def activation_bytes(config: RunConfig, shape: ModelConfig, num_tokens: int) -> float:
     """Estimate what a micro-batch keeps for its backward pass."""
-    plan = Plan(dtype=config.dtype, checkpointing=config.engine.activation_checkpointing)
+    plan = Plan(
+        dtype=config.dtype,
+        checkpointing=config.engine.activation_checkpointing,
+        vision_train="none" if config.lora.rank else config.vision.train,
+    )
     return rank_memory(shape, plan, 0, num_tokens, 1).activations
 
 

@@ -81,6 +81,7 @@ _AROUND = (
 # episode, an evaluation, and of the engines.
 _FROM_HERE_ON = (
     "algorithm",
+    "vision.lr",
     "deterministic",
     "rl",
     "agent",
@@ -101,6 +102,7 @@ KEPT: Mapping[str, tuple[str, str]] = MappingProxyType(
             ("lora.rank", "lora.alpha", "lora.targets", "lora.rslora", "lora.base_dtype"),
             ("the checkpoint holds the run's own adapter, or all weights", _NEW),
         ),
+        "vision.train": ("the checkpoint holds what was trained of the tower", _NEW),
         "dtype": ("the steps so far were computed in the other", _FORK),
         "seed": ("it gives every step its tasks and its random numbers", _FORK),
         "tasks": ("a resumed run goes on with the same tasks", _FORK),
@@ -373,6 +375,12 @@ def take_over(config: RunConfig) -> None:
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
         cursor.evaluations.clear()
+    if not config.rl.replay.share:
+        cursor.flow.pop("replay", None)
+    elif cursor.flow:
+        from nanorl.run.replay_state import flow_of_fork  # few runs replay
+
+        cursor.flow = flow_of_fork(cursor.flow, origin.run, origin.config)
     cursor.best = {}  # its checkpoint is that run's
     cursor.options, cursor.num_starts = recorded(config), 0
     cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger

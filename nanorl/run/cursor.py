@@ -1,6 +1,6 @@
 """Where a run stands: the part of every checkpoint that is not the engine's.
 
-    untrained -> warm_start -> before -> rl -> after -> no_tool -> done
+    untrained -> warm_start -> before -> rl -> after -> no_tool -> blind -> first_hidden -> done
 
 Left out: what a phase does (phases.py).
 """
@@ -21,7 +21,7 @@ START = "start"
 BEST = "best"
 """The folder of the checkpoint that its evaluations while RL goes on found best."""
 WARMING_UP: tuple[Phase, ...] = ("untrained", "warm_start")
-AFTER_RL: tuple[Phase, ...] = ("after", "no_tool", "done")
+AFTER_RL: tuple[Phase, ...] = PHASES[PHASES.index("after") :]
 
 
 def run_and_place(text: str) -> tuple[str, str]:

@@ -8,8 +8,8 @@ from functools import partial
 
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.observability.report.observer import Evaluated, PhaseBegun
-from nanorl.observability.report.summary import EVALUATIONS
-from nanorl.observability.results import Phase
+from nanorl.observability.report.summary import EVALUATIONS, HIDING
+from nanorl.observability.results import WITHHELD, Phase
 from nanorl.run.heldout_success import evaluate
 from nanorl.run.state import RunState
 from nanorl.task import Task
@@ -18,16 +18,18 @@ from nanorl.task import Task
 class EvaluationPhase:
     """Plays the first `num_tasks` held-out tasks once each, greedily; none where it is 0."""
 
-    def __init__(
-        self, state: RunState, name: Phase, num_tasks: int, *, is_tool_enabled: bool = True
-    ) -> None:
+    def __init__(self, state: RunState, name: Phase, num_tasks: int) -> None:
         self._state, self._name, self._num_tasks = state, name, num_tasks
-        self._is_tool_enabled = is_tool_enabled
 
     async def play(self) -> None:
-        if tasks := self._state.parts.tasks.heldout[: self._num_tasks]:
+        tasks = self._state.parts.tasks.heldout[: self._num_tasks]
+        if tasks and not self._has_nothing_to_hide():
             await self._evaluate(tasks)
         self._state.cursor.next_phase()
+
+    def _has_nothing_to_hide(self) -> bool:
+        pictures = self._state.parts.pictures
+        return self._name in HIDING and not (pictures and any(pictures.glob("*")))
 
     async def _evaluate(self, tasks: Sequence[Task]) -> None:
         state, name = self._state, self._name
@@ -35,7 +37,7 @@ class EvaluationPhase:
         play = partial(
             state.roles.collector.call,
             CollectorRole.play_task,
-            is_tool_enabled=self._is_tool_enabled,
+            withheld=WITHHELD.get(name, ""),
         )
         start = time.perf_counter()
         async with state.timed(PhaseBegun(phase=name, title=title, total=len(tasks), num_lines=4)):

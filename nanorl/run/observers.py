@@ -35,6 +35,7 @@ from nanorl.observability.report.observer import (
 )
 from nanorl.observability.report.shown_rollouts import ShownRollouts
 from nanorl.observability.report.tensorboard import TensorBoardFolders
+from nanorl.observability.report.ways import TaughtWays
 from nanorl.observability.trackers.run_spans import RunSpans
 from nanorl.observability.trackers.sending import Trackers
 from nanorl.options.parts import Parts
@@ -42,6 +43,7 @@ from nanorl.run.kept_records import KeptEvaluations, KeptRLEvaluations, KeptRoll
 from nanorl.run.missing_records import METRICS
 
 if TYPE_CHECKING:
+    from nanoengine.packing import Sample
     from nanorl.observability.results import StepResult
 
 TENSORBOARD = "tensorboard"
@@ -65,6 +67,7 @@ def make_observers(
         Trackers(config, decode, say=live.say),
         RunSpans(config, parts.folder, say=live.say, take_times=take_times),
         KeptWeights(roles),
+        *([TaughtWays(folder, decode, config.warm_start.num_drills)] * parts.kind.has_tools),
         RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools, say=live.say),
         ShownRollouts(board, decode, num_steps=config.rl.steps, say=live.say),
     ]
@@ -108,6 +111,10 @@ class Observers(RunObserver):
     async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
         for one in self._observers:
             await one.on_warm_step(step, numbers)
+
+    async def on_warm_batch(self, step: int, batch: Sequence[Sample]) -> None:
+        for one in self._observers:
+            await one.on_warm_batch(step, batch)
 
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         for one in self._observers:

@@ -276,10 +276,10 @@ def _defaults(chosen: Options, env: object) -> RunConfig:
 
 
 def _fresh(chosen: Options, env: object) -> RunConfig:
-    config = get_preset(chosen.get("preset", RunConfig.preset)).config()
+    preset = get_preset(chosen.get("preset", RunConfig.preset))
     if not chosen.get("env", "") and env is None:
-        return config
-    named = _named(config, chosen)
+        return preset.config()
+    named = _named(preset.elsewhere(), chosen)
     return for_environment(named, run_kind(named, env), chosen.keys())
 
 

@@ -1,6 +1,6 @@
 """The phases of a run, by the names that its cursor has for them.
 
-untrained -> warm_start -> before -> rl -> after -> no_tool -> done
+untrained -> warm_start -> before -> rl -> after -> no_tool -> blind -> first_hidden -> done
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class RunPhase(Protocol):
 def make_phases(state: RunState, checkpoints: RunCheckpoints) -> dict[Phase, RunPhase]:
     """All phases but "done", in which nothing is left to do."""
     config, evaluation = state.config, state.config.evaluation
-    # Without a warm start RL begins with these weights; without tools there are none to take away.
+    # Without a warm start RL begins with these weights; what there is none of cannot be withheld.
     num_untrained = evaluation.num_tasks_untrained if config.warm_start.steps else 0
     num_no_tool = evaluation.num_tasks_no_tool if state.parts.kind.has_tools else 0
+    num_hidden = evaluation.num_tasks_hidden if state.parts.pictures else 0
     return {
         "untrained": EvaluationPhase(state, "untrained", num_untrained),
         "warm_start": WarmStartPhase(state, checkpoints),
         "before": EvaluationPhase(state, "before", evaluation.num_tasks),
         "rl": RLPhase(state, checkpoints),
         "after": EvaluationPhase(state, "after", evaluation.num_tasks),
-        "no_tool": EvaluationPhase(state, "no_tool", num_no_tool, is_tool_enabled=False),
+        "no_tool": EvaluationPhase(state, "no_tool", num_no_tool),
+        "blind": EvaluationPhase(state, "blind", num_hidden),
+        "first_hidden": EvaluationPhase(state, "first_hidden", num_hidden),
     }

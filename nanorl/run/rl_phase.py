@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.base import RunCritic
@@ -36,6 +36,9 @@ from nanorl.run.trainer import Trainer
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import choose_learner
 from nanosched import Scheduler
+
+if TYPE_CHECKING:
+    from nanorl.flow.replay_groups import ReplayGroups
 
 TITLE = "reinforcement learning"
 
@@ -74,7 +77,7 @@ class RLPhase:
         reference = await self._open_reference()
         await checkpoints.keep_average()
         with Scheduler(backend="inline") as scheduler:
-            trainer = self._make_trainer(scheduler, reference)
+            trainer = self._make_trainer(scheduler, reference, await self._open_replay())
             trainer.load(state.cursor.flow)
             await self._evaluate()
             await self._measures.begin()
@@ -85,7 +88,18 @@ class RLPhase:
             finally:
                 await self._beside.close()
 
-    def _make_trainer(self, scheduler: Scheduler, reference: Policy | None) -> Trainer:
+    async def _open_replay(self) -> ReplayGroups | None:
+        """The groups that are trained on again, as they were at the last step."""
+        state, config = self._state, self._state.config
+        if not config.rl.replay.share:
+            return None
+        from nanorl.run.replay_state import open_replay  # few runs replay
+
+        return await open_replay(config, state.cursor.flow, state.roles.store)
+
+    def _make_trainer(
+        self, scheduler: Scheduler, reference: Policy | None, replay: ReplayGroups | None
+    ) -> Trainer:
         state, config, roles = self._state, self._state.config, self._state.roles
         critic = self._checkpoints.critic
         chosen = choose_learner(
@@ -99,9 +113,11 @@ class RLPhase:
         )
         learner = scheduler.actor(chosen.func).remote(*chosen.args, **chosen.keywords)
         # Models that score have processes of their own then, which would else be idle.
-        scores_early = roles.control is not None and (reference is not None or critic is not None)
+        # Nobody scores replayed groups early, and scores are of whole batches or of none.
+        scores_early = roles.control is not None and replay is None
+        scores_early = scores_early and (reference is not None or critic is not None)
         curriculum = run_curriculum(config)
-        return Trainer(
+        trainer = Trainer(
             config,
             learner=learner,
             collector=roles.collector,
@@ -109,6 +125,8 @@ class RLPhase:
             journal=self._checkpoints.journal,
             scores_early=scores_early,
         )
+        trainer.replay = replay
+        return trainer
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -146,15 +164,14 @@ class RLPhase:
         cursor.add("num_rollouts", metrics["num_rollouts"])
         cursor.add("rollout_tokens", metrics["action_tokens"])
         cursor.add("rollout_s", metrics["rollout_s"])
-        cursor.add("train_tokens", metrics["total_tokens"])
+        cursor.add("train_tokens", metrics["total_tokens"] + metrics.get("replayed_tokens", 0.0))
         cursor.add("train_s", metrics["train_s"])
         if metrics.get("logp_gap_tokens"):
             self._count_gap(metrics)
         cursor.add("num_failed_rollouts", len(step.failed))
         is_solved = metrics.get("success", 0.0) >= GOOD_SUCCESS
-        cursor.add(
-            "num_steps_without_signal", not metrics["num_trained_rollouts"] and not is_solved
-        )
+        has_learnt = metrics["num_trained_rollouts"] or metrics.get("replayed_groups")
+        cursor.add("num_steps_without_signal", not has_learnt and not is_solved)
 
     def _count_gap(self, metrics: dict[str, Any]) -> None:
         cursor, measured = self._state.cursor, metrics["logp_gap_tokens"]

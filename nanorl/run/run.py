@@ -1,6 +1,6 @@
 """A whole run, phase by phase: untrained score, warm start, score, RL, score with tool and without.
 
-    untrained -> warm_start -> before -> rl -> after -> no_tool -> done
+    untrained -> warm_start -> before -> rl -> after -> no_tool -> blind -> first_hidden -> done
 
 The cursor says which phase is next; it travels inside every checkpoint, so `--resume` enters the
 loop where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the

@@ -14,10 +14,12 @@ import torch
 
 from nanorl.observability.diagnosis.diagnosis import diagnose
 from nanorl.observability.diagnosis.run_record import read_record
+from nanorl.observability.report.chat_decode import ChatDecode
 from nanorl.observability.report.examples import collect_examples, rates_by_stage
 from nanorl.observability.report.html import write_report
 from nanorl.observability.report.metrics import read_metrics
-from nanorl.observability.report.summary import build_summary, git_commit, write_summary
+from nanorl.observability.report.summary import HIDING, build_summary, git_commit, write_summary
+from nanorl.observability.report.ways import ways_of_run
 from nanorl.observability.store import RolloutStore
 from nanorl.options.parts import num_threads
 from nanorl.options.run_kind import runs_programs
@@ -25,6 +27,7 @@ from nanorl.run.cards.model_card import write_cards
 from nanorl.run.cards.model_source import model_source
 from nanorl.run.missing_records import METRICS, missing_records
 from nanorl.run.state import RunState
+from nanorl.shown_pictures import RunPictures, SeeingDecode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,10 +40,13 @@ def write_outcome(run: RunState) -> dict[str, Any]:
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
         rows = read_metrics(run.dir / METRICS)
+        ways = ways_of_run(run.dir, store, ChatDecode(run.parts.tokenizer))
         findings = diagnose(read_record(run.dir, run.config, rows, store, run.parts.tokenizer))
     summary = summarise(run)
     if findings:
         summary["findings"] = [one.to_json() for one in findings]
+    if ways:
+        summary["ways"] = ways.to_json()
     if missing := missing_records(run.dir, run.cursor, stored, first=run.history.first_step):
         summary["missing"] = missing
     write_summary(run.dir / "summary.json", summary)
@@ -52,7 +58,7 @@ def write_outcome(run: RunState) -> dict[str, Any]:
         metrics_rows=rows,
         examples=examples,
         training_rates=rates,
-        decode=run.parts.tokenizer.decode,
+        decode=SeeingDecode(run.parts.tokenizer.decode, RunPictures.of(run.parts.tokenizer)),
     )
     return summary
 
@@ -102,6 +108,10 @@ def _about(run: RunState, first: str) -> dict[str, Any]:
         from nanorl.envs.mix import environment_of  # here: few runs have several
 
         watched["per_environment"] = per_type(results, environment_of)
+    for name in HIDING:
+        if name in results:
+            watched[f"heldout_success_{name}"] = results[name]["success"]
+            watched["heldout_n_hidden"] = results[name]["num_tasks"]
     return watched | {
         "per_type": per_type(results),
         "phase_wall_s": {
@@ -111,7 +121,7 @@ def _about(run: RunState, first: str) -> dict[str, Any]:
         },
         "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
         "logp_gap_share": _ratio(totals, "logp_gap_tokens", "rollout_tokens") or 0.0,
-        "warm_start_steps": config.warm_start.steps,
+        "warm_start_steps": int(totals.get("warm_start_steps", config.warm_start.steps)),
         "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
         "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
         "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),

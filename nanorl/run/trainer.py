@@ -27,13 +27,12 @@ learner.py, collector.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nanoinfer.cancellation import to_the_end
-from nanoinfer.params import SamplingParams
 from nanorl.agents.collector import RolloutCollector
 from nanorl.batch_metrics import batch_metrics
 from nanorl.distributed.roles.collector_role import CollectorRole
@@ -52,6 +51,9 @@ from nanorl.scorers.scored_learner import GroupScores, ScoredLearner
 from nanorl.task import Task
 from nanorl.types import Rollout
 from nanosched import ActorHandle, TaskError
+
+if TYPE_CHECKING:
+    from nanorl.flow.replay_groups import ReplayGroups
 
 OnStep = Callable[[StepResult], Awaitable[None]]
 Pause = Callable[[], Awaitable[None]]
@@ -96,16 +98,19 @@ class Trainer:
         self.journal = journal
         self.scores_early = scores_early
         self.measures_gap = measures_gap
-        self.sampling = SamplingParams(temperature=config.rl.temperature)
+        self.sampling = config.rl.sampling()
+        self.replay: ReplayGroups | None = None  # set before `fit` where groups are trained again
         self._started: dict[int, str] = {}  # group ids by index, of those that are being played
         self._cut: set[int] = set()
         self._cursor: QueueCursor | None = None  # None: from the first step's first task
 
     @property
     def state(self) -> dict[str, Any]:
-        """The places of tasks and queue after the last step; `load` is the inverse."""
+        """The places of tasks and queue after the last step; `load` is the inverse. What `replay`
+        keeps is in it, and comes back with a new one."""
         assert self._cursor is not None, "`fit` has begun"
-        return {"queue": self._cursor.to_json(), "curriculum": self.tasks.state()}
+        state = {"queue": self._cursor.to_json(), "curriculum": self.tasks.state()}
+        return state if self.replay is None else state | {"replay": self.replay.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Empty: from the first task of the step that `fit` begins with."""
@@ -265,7 +270,11 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         groups = [group.rollouts for group in batch.groups]
         scores = [row.fields.get(SCORES) for row in batch.rows]
-        learnt = await self._train(groups, step + 1, scores, probe)
+        trained = groups if self.replay is None else self.replay.beside(groups, step)
+        learnt = await self._train(trained, step + 1, scores, probe)
+        stats = await self.learner.call(Learner.take_token_stats)
+        if self.replay is not None:
+            self.replay.finish(step, groups, learnt, stats)
         left_out = [group.rollouts for group in batch.left_out]
         if left_out:  # what the agent can do is said by all that it played
             every = [one for group in (*groups, *left_out) for one in group]
@@ -275,7 +284,6 @@ class Trainer:
         metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
         metrics["step_s"] = clock() - start
         metrics |= learnt | _idle_shares(metrics | learnt)
-        stats = await self.learner.call(Learner.take_token_stats)
         self._cursor = flow.trained.cursor
         played = [*batch.groups, *batch.left_out]
         for group in played:
@@ -289,12 +297,13 @@ class Trainer:
                 failed=failed,
                 tasks={group.task.task_id: group.task for group in played},
                 token_stats=stats,
+                replayed=[] if self.replay is None else self.replay.drawn,
             )
         )
 
     def _train(
         self,
-        groups: list[list[Rollout]],
+        groups: Sequence[Sequence[Rollout]],
         version: int,
         scores: list[GroupScores | None],
         probe: list[Rollout],

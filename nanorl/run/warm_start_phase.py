@@ -43,21 +43,29 @@ class WarmStartPhase:
     async def _steps(self) -> None:
         state = self._state
         upcoming = self._samples(state.cursor.step)
-        while state.cursor.step < state.config.warm_start.steps:
+        while state.cursor.step < state.config.warm_start.steps and not self._is_learned():
             step = state.cursor.step
             batch = await upcoming
             upcoming = self._samples(step + 1)  # the teacher plays while the optimizer runs
             # Weights and cursor would disagree if it were cut in two.
             await to_the_end(self._step(step, batch))
         upcoming.cancel()
+        state.cursor.totals["warm_start_steps"] = state.cursor.step
+
+    def _is_learned(self) -> bool:
+        loss = self._state.cursor.totals.get("warm_start_loss", 0.0)
+        return 0.0 < loss <= self._state.config.warm_start.stop_loss
 
     def _samples(self, step: int) -> asyncio.Future[list[Sample]]:
         return asyncio.ensure_future(self._state.roles.collector.call(CollectorRole.teach, step))
 
     async def _step(self, step: int, batch: list[Sample]) -> None:
-        state = self._state
+        state, totals = self._state, self._state.cursor.totals
         result = await state.train(state.roles.engine.train_step, batch, sft_loss, num_loss_tokens)
         state.cursor.step = step + 1
+        loss: float = result["loss"]  # of about ten steps: one batch is luckier than another
+        totals["warm_start_loss"] = 0.9 * totals.get("warm_start_loss", loss) + 0.1 * loss
         numbers = {**result, "tokens": sum(len(sample.tokens) for sample in batch)}
         await state.observers.on_warm_step(step, numbers)
-        state.observers.on_progress(TITLE, {"loss": result["loss"]})
+        await state.observers.on_warm_batch(step, batch)
+        state.observers.on_progress(TITLE, {"loss": loss})

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanoengine.formats.hf import load_model
 from nanoengine.heads.scorer import Policy, Scorer
+from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
 from nanorl.options.reference_check import resolve_reference
@@ -88,10 +89,18 @@ def reference_folders(
     return [own]
 
 
-def load_reference(config: RunConfig, folders: Sequence[Path], device: torch.device) -> Policy:
+def load_reference(
+    config: RunConfig,
+    folders: Sequence[Path],
+    device: torch.device,
+    prepare: Callable[[Transformer], None] | None = None,
+) -> Policy:
     """The reference, frozen, in the run's dtype: the model of the one folder, or those of
-    `rl.reference` together."""
+    `rl.reference` together. `prepare` is called with each model, as to let it see."""
     scorers = [_load_scorer(config, folder, device) for folder in folders]
+    if prepare is not None:
+        for scorer in scorers:
+            prepare(scorer.model)
     if len(scorers) == 1:
         return scorers[0]
     return References(parse_references(config.rl.reference), scorers)

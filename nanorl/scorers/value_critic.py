@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from math import fsum, isfinite, nan
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.heads.value_engine import ValueEngine, ValueModel
+from nanoengine.heads.value_engine import ValueEngine, value_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanorl.algorithms.losses import value_loss
@@ -34,7 +35,7 @@ class Critic:
     """
 
     def __init__(self, policy: Transformer, config: EngineConfig, *, value_clip: float) -> None:
-        self.engine = ValueEngine(ValueModel(policy), config)
+        self.engine = ValueEngine(value_model(policy), config)
         self.value_clip = value_clip
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -60,15 +61,22 @@ def explained_variance(samples: Sequence[Sample]) -> float:
     """1 − Var(return − value) / Var(return) over action tokens, before the update; 0 where the
     returns do not vary."""
     pairs = [
-        (target, value)
+        (float(target), float(value))
         for sample in samples
         for target, value, is_action in zip(
             sample.fields[Field.RETURN], sample.fields[Field.VALUE], sample.loss_mask, strict=True
         )
         if is_action
     ]
-    if not pairs:
+    if not all(map(isfinite, chain.from_iterable(pairs))):
+        return nan  # `fsum` would raise before the critic's step, which says what is wrong
+    returns = [target for target, _ in pairs]
+    if not pairs or min(returns) == max(returns):
         return 0.0
-    returns, values = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    spread = float(returns.var(correction=0))
-    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+    return 1 - _variance([target - value for target, value in pairs]) / _variance(returns)
+
+
+def _variance(values: Sequence[float]) -> float:
+    """With exact sums: the same bits in any order, on any number of threads."""
+    mean = fsum(values) / len(values)
+    return fsum((value - mean) ** 2 for value in values) / len(values)

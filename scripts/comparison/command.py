@@ -43,14 +43,27 @@ def main_of(
         return WRONG
 
 
-def run_all(jobs: Sequence[RunJob], out: Path, *, num_parallel: int) -> int:
+def run_all(
+    jobs: Sequence[RunJob],
+    out: Path,
+    *,
+    num_parallel: int,
+    on_finished: Callable[[RunJob], None] = lambda job: None,
+) -> int:
     """Run what is not finished, holding `out` against a second such command; the CPU's cores are
     divided among the runs. Returns 1 if some failed, which are named, else 0."""
     out.mkdir(parents=True, exist_ok=True)
     threads = max(1, int(Resources.of_machine().num_cpus) // num_parallel)
     lock = take_lock(out / LOCK)
     try:
-        failed = Matrix(jobs, num_parallel=num_parallel, threads=threads, say=say).run()
+        matrix = Matrix(
+            jobs,
+            num_parallel=num_parallel,
+            threads=threads,
+            say=say,
+            on_finished=on_finished,
+        )
+        failed = matrix.run()
     finally:
         os.close(lock)
     for job in failed:

@@ -169,10 +169,18 @@ class Matrix:
     """Runs the jobs, `num_parallel` at a time, and records how each ended."""
 
     def __init__(
-        self, jobs: Sequence[RunJob], *, num_parallel: int, threads: int, say: Callable[[str], None]
+        self,
+        jobs: Sequence[RunJob],
+        *,
+        num_parallel: int,
+        threads: int,
+        say: Callable[[str], None],
+        on_finished: Callable[[RunJob], None] = lambda job: None,
     ) -> None:
+        """`on_finished` is called with each job that ends well."""
         self.jobs = {(job.label, job.seed): job for job in jobs}
         self.num_parallel, self.threads, self.say = num_parallel, threads, say
+        self.on_finished = on_finished
         self.running: dict[RunJob, _Running] = {}
 
     def run(self) -> list[RunJob]:
@@ -227,6 +235,7 @@ class Matrix:
                 for name in job.leftovers:
                     shutil.rmtree(job.folder / name, ignore_errors=True)
                 job.note("finished")
+                self.on_finished(job)
             else:
                 job.note("failed", _last_words(job.log, one.log_start, status))
             took = f"{time.monotonic() - one.since_s:.0f} s"

@@ -13,7 +13,7 @@
 #include "int8.h"
 #include "logits.h"
 #include "product.h"
-#include "rows_gradient.h"
+#include "vision_rows.h"
 
 struct Random {  // PCG's multiplier; the same numbers everywhere
   uint64_t state;
@@ -339,7 +339,7 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
 
 // Of a tree of three segments, the last two of which continue the first, and of a sequence beside it.
 template <class T>
-void test_attention_gradient(int64_t D, int64_t group, int64_t window) {
+void test_attention_gradient(int64_t D, int64_t group, int64_t window, int64_t step = 1) {
   const int64_t tokens = 139, kv = 2, heads = kv * group;
   const Tile segments[] = {{0, 37, 37, 0, 1, 0},
                            {37, 70, 107, 37, 1, 0},
@@ -357,16 +357,19 @@ void test_attention_gradient(int64_t D, int64_t group, int64_t window) {
   const float scale = 0.125f;
   Problem<T> forward{o.data(), q.data(), k.data(), v.data(), rows.data(), kv, group, D, heads * D,
                      kv * D, kv * D, D, D, scale, window};
+  forward.step = step;
   attend(forward, segments, 4, 1);
   GradientProblem<T> problem{dq.data(), dk.data(), dv.data(), q.data(), k.data(), v.data(), o.data(),
                              grad.data(), rows.data(), segments, trees, 2, tokens, kv, group, D,
                              heads * D, kv * D, kv * D, heads * D, scale, window, nullptr, nullptr};
+  problem.step = step;
   differentiate_attention(problem, 1);
   std::vector<double> exact_q(dq.size()), exact_k(dk.size()), exact_v(dv.size());
   for (const Tile& s : segments)
     for (int64_t i = 0; i < s.num_queries; i++)
       for (int64_t h = 0; h < heads; h++) {
-        const int64_t end = s.num_keys - s.num_queries + i + 1, at = ((s.query + i) * heads + h) * D;
+        const int64_t end = s.num_keys - (s.num_queries - 1 - i) * step;
+        const int64_t at = ((s.query + i) * heads + h) * D;
         const int64_t first = window ? std::max<int64_t>(0, end - window) : 0;
         auto key = [&](int64_t j) { return (rows[s.first_key + j] * kv + h / group) * D; };
         std::vector<double> p(end), dp(end);
@@ -479,6 +482,72 @@ void test_row_gradients() {
 
 // Tokens one at a time, through a cache, have the bits of all of them at once. Rows have no whole
 // number of vectors, so that the last part of each is met as well.
+// Layer norm with a bias and GELU.
+template <class T>
+void test_vision_rows() {
+  const int64_t rows = 67, size = 37;
+  const auto x = numbers<T>(rows * size, 70), dy = numbers<T>(rows * size, 71);
+  const auto weight = numbers<T>(size, 72), bias = numbers<T>(size, 73);
+  std::vector<T> y(rows * size), dx(y.size()), again(y.size()), dw(size), db(size);
+  std::vector<float> mean(rows), rstd(rows);
+  const float eps = 1e-5f;
+  layer_norm(y.data(), mean.data(), rstd.data(), x.data(), weight.data(), bias.data(), rows, size,
+             eps, 3);
+  differentiate_layer_norm(dx.data(), dw.data(), db.data(), dy.data(), x.data(), weight.data(),
+                           mean.data(), rstd.data(), rows, size, 3);
+  std::vector<double> exact_w(size), exact_b(size), size_w(size);
+  for (int64_t r = 0; r < rows; r++) {
+    const T *row = &x[r * size], *d = &dy[r * size];
+    double m = 0, squares = 0, g_mean = 0, gn_mean = 0;
+    for (int64_t i = 0; i < size; i++) m += wide(row[i]) / size;
+    for (int64_t i = 0; i < size; i++) squares += (wide(row[i]) - m) * (wide(row[i]) - m) / size;
+    const double inverse = 1 / std::sqrt(squares + eps);
+    auto normed = [&](int64_t i) { return (wide(row[i]) - m) * inverse; };
+    for (int64_t i = 0; i < size; i++) {
+      g_mean += wide(d[i]) * wide(weight[i]) / size;
+      gn_mean += wide(d[i]) * wide(weight[i]) * normed(i) / size;
+    }
+    for (int64_t i = 0; i < size; i++) {
+      const double g = wide(d[i]) * wide(weight[i]);
+      check(is_near(y[r * size + i], normed(i) * wide(weight[i]) + wide(bias[i]), 8),
+            "a layer norm is fp64's", name<T>(), r, i);
+      check(is_near(dx[r * size + i], (g - g_mean - normed(i) * gn_mean) * inverse, 16),
+            "a layer norm's gradient is fp64's", name<T>(), r, i);
+      exact_w[i] += wide(d[i]) * normed(i), exact_b[i] += wide(d[i]);
+      size_w[i] += std::abs(wide(d[i]) * normed(i)) + std::abs(wide(d[i]));
+    }
+    layer_norm(&again[r * size], &mean[r], &rstd[r], row, weight.data(), bias.data(), 1, size, eps, 1);
+  }
+  check(is_same(again.data(), y.data(), rows * size), "a row has the same bits in any batch",
+        name<T>(), rows, size);
+  for (int64_t i = 0; i < size; i++) {
+    check(is_near(dw[i], exact_w[i], size_w[i]), "a norm's weight's gradient is fp64's", name<T>(), 0, i);
+    check(is_near(db[i], exact_b[i], size_w[i]), "a norm's bias's gradient is fp64's", name<T>(), 0, i);
+  }
+  add_to_digest(y), add_to_digest(dx), add_to_digest(dw), add_to_digest(db);
+  for (int is_tanh : {0, 1}) {
+    is_tanh ? gelu<true>(y.data(), x.data(), rows * size, 3) : gelu<false>(y.data(), x.data(), rows * size, 3);
+    is_tanh ? differentiate_gelu<true>(dx.data(), dy.data(), x.data(), rows * size, 3)
+            : differentiate_gelu<false>(dx.data(), dy.data(), x.data(), rows * size, 3);
+    for (int64_t i = 0; i < rows * size; i++) {
+      const double v = wide(x[i]), c = std::sqrt(8 / M_PI);
+      double below = std::erfc(-v / std::sqrt(2.0)) / 2, slope = std::exp(-v * v / 2) / std::sqrt(2 * M_PI);
+      if (is_tanh) {
+        below = 1 / (1 + std::exp(-c * (v + 0.044715 * v * v * v)));
+        slope = below * (1 - below) * c * (1 + 3 * 0.044715 * v * v);
+      }
+      check(is_near(y[i], v * below, 0.1), "gelu is fp64's", name<T>(), is_tanh, i);
+      check(is_near(dx[i], wide(dy[i]) * (below + v * slope), 0.1), "gelu's gradient is fp64's",
+            name<T>(), is_tanh, i);
+    }
+    for (int64_t i = 0; i < rows * size; i++)
+      is_tanh ? gelu<true>(&again[i], &x[i], 1, 1) : gelu<false>(&again[i], &x[i], 1, 1);
+    check(is_same(again.data(), y.data(), rows * size), "an element of gelu has the same bits anywhere",
+          name<T>(), is_tanh, 0);
+    add_to_digest(y), add_to_digest(dx);
+  }
+}
+
 template <class T>
 void test_decoder() {
   const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2;
@@ -664,6 +733,8 @@ void test_all() {
   for (int64_t D : {64, 40, 7}) test_attention_gradient<T>(D, 3, 0);
   test_attention_gradient<T>(16, 1, 0);
   for (int64_t window : {5, 33}) test_attention_gradient<T>(40, 2, window);
+  for (int64_t D : {64, 7}) test_attention_gradient<T>(D, 2, 0, 0);  // all see all
+  test_vision_rows<T>();
   test_decoder<T>();
   test_rows<T>();
   test_row_gradients<T>();

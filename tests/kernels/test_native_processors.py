@@ -33,6 +33,8 @@ template void multiply_keys<SCORE_ROWS, 2, false>(
 template void multiply_keys<FEW_ROWS, 4, true>(
     float*, int64_t, const float*, int64_t, int64_t, const CachedKey<T>* const*,
     const CachedKey<T>* const*, float, T);
+template void multiply_value_words<VALUE_ROWS, VALUE_VECS>(
+    float*, int64_t, const float*, int64_t, const float*, int64_t, int64_t, T);
 template void multiply_words<MOST_ROWS, MOST_VECS>(
     float* const*, bool, float, const float*, int64_t, int64_t, const float*, int64_t, int64_t, T);
 """
@@ -116,7 +118,7 @@ def test_the_sums_of_a_tile_stay_in_registers(march, register, dtype, tmp_path):
     source.write_text(re.sub(r"\bT\b", dtype, LOOPS))
     compile_with((f"-march={march}", "-S"), str(source), "-o", str(assembly))
     loops = hot_loops(assembly.read_text())
-    assert len(loops) == 5
+    assert len(loops) == 6
     for loop in loops:
         assert f"%{register}" in loop
         stored = re.findall(rf"vmov\w+\s+%{register}\d+, .*\(%r[sb]p\)", loop)

@@ -17,7 +17,7 @@ from nanoengine.formats.families import FAMILIES
 from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.schedules import SCHEDULES
 
-IN_TURN = tuple(FAMILIES)
+IN_TURN = tuple(name for name, family in FAMILIES.items() if family.vision is None)
 VOCABULARIES = (53, 97, 128, 211)
 SCALINGS = (
     *(None, None, LinearRope(factor=3.0, max_position_embeddings=32)),

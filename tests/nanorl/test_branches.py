@@ -16,6 +16,7 @@ from nanorl.batching import build_batch
 from nanorl.distributed.warm_start import sft_samples
 from nanorl.grpo import Field
 from nanorl.observability.store import RolloutStore, content_hash
+from nanorl.rollout_json import from_json, to_json
 from nanorl.types import Branch, Rollout, TurnSpan
 
 
@@ -207,9 +208,9 @@ def test_branches_survive_json_and_the_store_to_the_last_bit(tmp_path: Path) -> 
     a, b = a_group()
     a.branches[0].logps[2] = -0.1  # no fp32 number
     a.branches[0].is_history, a.branches[0].turn_rewards = True, [0.25]
-    assert Rollout.from_json(json.loads(json.dumps(a.to_json()))) == a
-    old = {name: value for name, value in b.to_json().items() if name != "branches"}
-    assert Rollout.from_json(old) == b  # written before there were branches
+    assert from_json(json.loads(json.dumps(to_json(a)))) == a
+    old = {name: value for name, value in to_json(b).items() if name != "branches"}
+    assert from_json(old) == b  # written before there were branches
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         store.add_group([a, b], step=1)
         assert store.query(step=1) == [a, b]

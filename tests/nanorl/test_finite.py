@@ -32,6 +32,7 @@ from nanorl.envs.env import Env
 from nanorl.envs.env_episode import EnvEpisode
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tools.base import Done
+from nanorl.rollout_json import to_json
 from nanorl.task import Task
 from nanorl.types import Branch, Rollout, Status, unusable
 
@@ -110,7 +111,7 @@ def test_a_rollout_whose_environment_says_no_number_has_failed_and_says_why(
     assert rollout.status is Status.FAILED and rollout.reward == 0.0
     assert f"{number:g}" in rollout.error or str(number) in rollout.error
     # Neither the store nor a report meets it.
-    json.dumps(rollout.to_json(), allow_nan=False)
+    json.dumps(to_json(rollout), allow_nan=False)
     assert rollout.turn_rewards == []
 
 

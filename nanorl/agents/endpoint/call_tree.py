@@ -17,22 +17,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from nanoengine.spans import ImageSpan, content_ids
 from nanoinfer.params import Output
 from nanorl.types import Branch, TurnSpan
 
 
 @dataclass(eq=False)
 class CallNode:
-    """One completion: `ids` of its prompt, then of its output."""
+    """One completion: `ids` of its prompt, then of its output; `images` are the prompt's."""
 
     prompt: list[int]
     output: Output
     parent: CallNode | None
+    images: tuple[ImageSpan, ...] = ()
     children: list[CallNode] = field(default_factory=list)
 
     @cached_property
     def ids(self) -> list[int]:
         return self.prompt + self.output.ids
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """The content ids that another prompt must begin with to go on from here."""
+        return content_ids(self.ids, self.images)
 
     @property
     def path(self) -> list[CallNode]:
@@ -49,21 +56,23 @@ class CallTree:
     def __init__(self) -> None:
         self.nodes: list[CallNode] = []
 
-    def parent_of(self, prompt: Sequence[int]) -> CallNode | None:
-        """The call from which a prompt goes on: of all whose ids it begins with, the longest."""
+    def parent_of(self, prompt: Sequence[int], images: Sequence[ImageSpan] = ()) -> CallNode | None:
+        """The call from which a prompt goes on: of all that it begins with, the longest."""
         best: CallNode | None = None
-        given = list(prompt)
+        given = content_ids(list(prompt), images)
         for node in self.nodes:
             if best is not None and len(node.ids) <= len(best.ids):
                 continue
-            if given[: len(node.ids)] == node.ids:
+            if given[: len(node.ids)] == node.keys:
                 best = node
         return best
 
-    def add(self, prompt: Sequence[int], output: Output) -> CallNode:
+    def add(
+        self, prompt: Sequence[int], output: Output, images: tuple[ImageSpan, ...] = ()
+    ) -> CallNode:
         """Note a completion that was given to the client."""
-        parent = self.parent_of(prompt)
-        node = CallNode(list(prompt), output, parent)
+        parent = self.parent_of(prompt, images)
+        node = CallNode(list(prompt), output, parent, images)
         if parent is not None:
             parent.children.append(node)
         self.nodes.append(node)
@@ -76,7 +85,7 @@ class CallTree:
             return []
         main = self.nodes[-1]  # nothing goes on from it: a child ends after its parent
         leaves = [node for node in self.nodes if not node.children and node is not main]
-        leaves.sort(key=lambda node: (node.ids, node.output.logps))
+        leaves.sort(key=lambda node: (node.keys, node.output.logps))
         taken: set[int] = set()
         return [_sequence(leaf.path, taken) for leaf in (main, *leaves)]
 
@@ -100,4 +109,11 @@ def _sequence(path: Sequence[CallNode], taken: set[int]) -> Branch:
         TurnSpan(action_start=start, action_end=end, observation_end=until)
         for (start, end), until in zip(starts, ends, strict=True)
     ]
-    return Branch(tokens=tokens, loss_mask=mask, logps=logps, versions=versions, turn_spans=spans)
+    return Branch(
+        tokens=tokens,
+        loss_mask=mask,
+        logps=logps,
+        versions=versions,
+        turn_spans=spans,
+        images=list(path[-1].images),
+    )

@@ -27,16 +27,22 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from nanoinfer.dialects.exchange import ApiAnswer, CountingDialect, Dialect
+from nanoinfer.dialects.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect, Json
 from nanoinfer.dialects.sse import event_stream
-from nanoinfer.http.api_error import ApiError, application, failure, known_error
+from nanoinfer.http.api_error import (
+    ApiError,
+    application,
+    failure,
+    known_error,
+    user_errors,
+)
 from nanoinfer.http.api_key import given_keys
 from nanoinfer.http.http_io import (
     SHOWN_BYTES,
@@ -48,14 +54,22 @@ from nanoinfer.http.http_io import (
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import listen, url_of
 from nanoinfer.http.serving import ServerInLoop
+from nanoinfer.server.media import PictureTaker
 from nanorl.agents.endpoint.recording import Recording, Sampled
 from nanorl.agents.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.agents.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
 from nanosched.node_address import LOOPBACK, node_address
 
+if TYPE_CHECKING:
+    from nanoengine.vision.picture_store import PictureStore
+    from nanoinfer.vision.picture_reader import PictureReader
+
 LOG = logging.getLogger("nanorl.agents.endpoint")
 MAX_CALLS_AT_ONCE = 64
+MAX_OPEN_BYTES = 256 << 20
+"""The size of the bodies that one episode has under way: as many calls at once of texts alone, or
+four of as many pictures as a body may have."""
 Work = Callable[["ApiSession", Request, bytes], Coroutine[Any, Any, Response]]
 
 
@@ -74,21 +88,31 @@ class ApiSession:
     """Those under way."""
     num_open: int = 0
     """Requests that have begun, those whose body still comes included."""
+    open_bytes: int = 0
+    """The size of their bodies."""
     is_over: bool = False
 
     @contextmanager
-    def counted(self, most: int) -> Iterator[None]:
-        """A request, from its head to its answer. ApiError 429 where `most` are open."""
+    def counted(self, most: int, num_bytes: int) -> Iterator[None]:
+        """A request with a body of `num_bytes`, from its head to its answer. ApiError 429 where
+        `most` are open, or the bodies of the open ones are too long together."""
         if self.num_open >= most:
             raise ApiError(
                 429,
                 f"an episode has at most {most} calls at once (agent.max_calls_at_once); try again",
             )
+        if self.open_bytes and self.open_bytes + num_bytes > MAX_OPEN_BYTES:
+            raise ApiError(
+                429,
+                f"an episode has at most {MAX_OPEN_BYTES >> 20} MiB of calls at once; try again",
+            )
         self.num_open += 1
+        self.open_bytes += num_bytes
         try:
             yield
         finally:
             self.num_open -= 1
+            self.open_bytes -= num_bytes
 
     async def run(self, work: Coroutine[Any, Any, Response]) -> Response:
         """Do the work of a call; it ends with the episode, and then is an ApiError."""
@@ -144,11 +168,19 @@ class RecordingServer:
         self._dialects = list(dialects)
         self._model, self._max_model_len, self._host = model, max_model_len, host
         self._limits = limits or HttpLimits(request_timeout_s=3600.0)
+        self._pictures: PictureReader | None = None
         self._max_calls_at_once = max_calls_at_once
         self._scoring = scoring or ReportRules()
         self._server: ServerInLoop | None = None
         self._bound_url = ""
         self._starting = asyncio.Lock()
+
+    def let_see(self, store: PictureStore) -> None:
+        """Take the pictures of clients into `store`, for a model that sees."""
+        from nanoinfer.vision.picture_reader import PictureReader  # here: few models see
+
+        self._pictures = PictureReader(store)
+        self._limits = self._limits.with_pictures()
 
     @asynccontextmanager
     async def episode(self, recording: Recording) -> AsyncIterator[ApiSession]:
@@ -222,18 +254,34 @@ class RecordingServer:
         """An agent that keeps its episode busy keeps no scorer from reporting."""
         if self._scoring.is_scorer(request.headers):
             return nullcontext()
-        return session.counted(self._max_calls_at_once)
+        longest, declared = self._limits.max_body_bytes, request.headers.get("content-length", "")
+        size = min(int(declared), longest) if declared.isdigit() else longest
+        return session.counted(self._max_calls_at_once, size if request.method == "POST" else 0)
 
     async def _body(self, session: ApiSession, request: Request) -> bytes:
         if request.method != "POST":
             return b""
         most, limits = session.recording.max_body_bytes, self._limits
+        if self._pictures is not None:
+            most = limits.max_body_bytes  # a picture's bytes say little of its tokens
         try:
             short = replace(limits, max_body_bytes=min(most, limits.max_body_bytes))
             return await read_bytes(request, short)
         except ApiError as error:
             is_too_long = error.status == 413 and most < limits.max_body_bytes
             raise session.recording.too_long() if is_too_long else error from None
+
+    async def _read(
+        self,
+        session: ApiSession,
+        raw: bytes,
+        read: Callable[[Json, PictureTaker | None], ApiCall],
+    ) -> ApiCall:
+        if self._pictures is None:
+            return await in_proportion(len(raw), lambda: read(parse_object(raw), None))
+        return await self._pictures.read(
+            lambda taker: read(parse_object(raw), taker), session.recording.check_pictures
+        )
 
     def _session(self, request: Request) -> ApiSession:
         """The key may stand in the URL or in any API's header: some paths are of no one API."""
@@ -244,7 +292,7 @@ class RecordingServer:
 
     def _call(self, dialect: Dialect) -> Work:
         async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
-            call = await in_proportion(len(raw), lambda: dialect.read(parse_object(raw)))
+            call = await self._read(session, raw, dialect.read)
             name = uuid.uuid4().hex
             async with session.recording.answering(call, name) as sampled:
                 answer = self._answer(sampled, name)
@@ -261,7 +309,7 @@ class RecordingServer:
 
     def _count(self, dialect: CountingDialect) -> Work:
         async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
-            call = await in_proportion(len(raw), lambda: dialect.read_count(parse_object(raw)))
+            call = await self._read(session, raw, dialect.read_count)
             ids = await session.recording.prompt_ids(call)
             return JSONResponse(dialect.write_count(len(ids)))
 
@@ -280,6 +328,9 @@ class RecordingServer:
         asked = await in_proportion(
             len(raw), lambda: read_token_call(parse_object(raw), session.recording)
         )
+        if asked.params.images and self._pictures is not None:
+            with user_errors():
+                await self._pictures.check(asked.params.images)
         async with session.recording.completing(asked.token_ids, asked.params) as outputs:
             num_shown = sum(len(one.ids) for one in outputs) * (1 + asked.params.top_logps)
             return await in_proportion(

@@ -26,11 +26,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanoengine.spans import content_ids
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.form import ChatForms
+from nanoinfer.chat.prompts import ChatPrompt, chat_prompt
 from nanoinfer.chat.reasoning import opened_reasoning
 from nanoinfer.chat.turns import ids_after_turn
 from nanoinfer.dialects.call_params import call_grammar, check_stop
@@ -47,12 +49,18 @@ from nanorl.agents.endpoint.call_count import CallCount, NoCallsLeftError
 from nanorl.agents.endpoint.call_tree import CallNode, CallTree
 from nanorl.agents.episode import Episode
 from nanorl.agents.limits import Limits
+from nanorl.agents.picture_limits import broken_limit
 from nanorl.agents.tokens import Truncation
 from nanorl.envs.rewards.base import Transcript
 from nanorl.task import derive_seed
 from nanorl.types import InfrastructureError, Rollout, Status
 
+if TYPE_CHECKING:
+    from nanoinfer.vision.given_pictures import GivenPictures
+
 MAX_STOP_IDS = 1000
+MOST_IMAGES = 100
+"""Pictures in a prompt where agent.max_images says nothing: an agent may be hostile."""
 
 
 @dataclass(eq=False)
@@ -105,6 +113,7 @@ class Recording:
         self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
         self._calls = CallCount(limits.max_turns)
         self._last: _Said | None = None
+        self._pictures: set[str] = set()  # that clients have sent, by their SHA-256
 
     @property
     def num_answers(self) -> int:
@@ -140,6 +149,7 @@ class Recording:
             logps=main.logps,
             versions=main.versions,
             turn_spans=main.turn_spans,
+            images=main.images,
             turn_rewards=[*[0.0] * (len(main.turn_spans) - 1), earned] if earned else [],
             branches=branches,
             status=status,
@@ -173,10 +183,11 @@ class Recording:
         recorded when the block ends without an exception. ApiError tells the client what cannot
         be."""
         call = self._continued(call)
-        ids = await self.prompt_ids(call)
+        prompt = await self.prompt(call)
+        ids = prompt.ids
         form = self._forms.of(call.tools)
         async with self._taken(call.n):
-            outputs = await self.sample(ids, self._params(call, ids), call.n)
+            outputs = await self.sample(ids, self._params(call, prompt), call.n)
             opened = opened_reasoning(self.tokenizer, ids)
             replies = []
             for output in outputs:
@@ -192,11 +203,11 @@ class Recording:
             self.metrics.update(f"ignored_{field}" for field in call.ignored)
             self._note_end(outputs)
             for reply in replies:
-                self._keep(ids, reply, call, name)
+                self._keep(prompt, reply, call, name)
 
-    def _keep(self, ids: list[int], reply: ApiReply, call: ApiCall, name: str) -> None:
+    def _keep(self, prompt: ChatPrompt, reply: ApiReply, call: ApiCall, name: str) -> None:
         messages = [*call.messages, message_of(reply)]
-        node = self.tree.add(ids, reply.output)
+        node = self.tree.add(prompt.ids, reply.output, prompt.images)
         said = _Said(messages, call.tools, node, call.has_instructions)
         self._said.setdefault(_digests(call, messages)[-1], said)
         self._answers.setdefault(name, said)
@@ -219,11 +230,11 @@ class Recording:
             yield outputs
             self._note_end(outputs)
             for output in outputs:
-                self.tree.add(prompt, output)
+                self.tree.add(prompt, output, params.images)
 
     def _decided(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         """The client's `params` in the fields that it decides, and the run's own in the rest."""
-        room = self._room(prompt)
+        room = self._room(ChatPrompt(prompt, params.images))
         if params.top_logps > MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logps={params.top_logps}: at most {MAX_TOP_LOGPROBS}")
         most = min(params.max_tokens, room)
@@ -236,6 +247,7 @@ class Recording:
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             top_logps=params.top_logps,
+            images=params.images,
             n=1,
         )
         _check_ends(decided)
@@ -257,7 +269,8 @@ class Recording:
 
     async def sample(self, ids: list[int], params: SamplingParams, n: int) -> list[Output]:
         """`n` completions of a prompt, each with a seed of its own. Who gives up, gives all up."""
-        key = hashlib.blake2b(repr(ids).encode(), digest_size=16).digest()
+        asked = repr(content_ids(ids, params.images))
+        key = hashlib.blake2b(asked.encode(), digest_size=16).digest()
         seeds = []
         for _ in range(n):
             seeds.append(derive_seed(self._sampling.seed, "call", key.hex(), self._num_asked[key]))
@@ -275,15 +288,49 @@ class Recording:
                 task.cancel()
 
     async def prompt_ids(self, call: ApiCall) -> list[int]:
-        """The tokens of a call's prompt: those known, then the encoding of what is new."""
+        """The tokens of a call's prompt."""
+        return (await self.prompt(call)).ids
+
+    async def prompt(self, call: ApiCall) -> ChatPrompt:
+        """The prompt of a call: the tokens and pictures known, then the encoding of what is new."""
         try:
             return await self._bound.encoded(
-                [call.messages, call.tools, call.variables], lambda: self._encoded(call)
+                [call.messages, call.tools, call.variables],
+                lambda: self._encoded(call),
+                is_seeing=bool(self._pictures),
             )
         except ApiError as error:
             raise self.too_long() if error.code == TOO_LONG else error from None
 
-    def _encoded(self, call: ApiCall) -> list[int]:
+    def check_pictures(self, given: GivenPictures) -> None:
+        """ApiError for pictures of a body that cannot fit, or that are more than an episode may
+        bring to the run's store; nothing of them has been decoded yet."""
+        if given.num_tokens >= self.limits.max_context_tokens:
+            raise self.too_long()
+        self._check_images(given.num_pictures, given.num_tokens)
+        found = self._pictures | given.files.keys()
+        most = self._most_images * self.limits.max_turns
+        if len(found) > most:
+            raise ApiError(
+                400,
+                f"the episode has brought {len(self._pictures)} different pictures, and may bring "
+                f"{most} (agent.max_images, or {MOST_IMAGES}, times agent.max_turns)",
+            )
+        self._pictures = found
+
+    @property
+    def _most_images(self) -> int:
+        return self.limits.max_images or MOST_IMAGES
+
+    def _check_images(self, num_images: int, num_tokens: int) -> None:
+        limits = replace(self.limits, max_images=self._most_images)
+        if broken := broken_limit(limits, num_images, num_tokens):
+            self.truncation = "context"
+            raise ApiError(
+                400, f"one prompt with {broken}; leave older pictures out", code=TOO_LONG
+            )
+
+    def _encoded(self, call: ApiCall) -> ChatPrompt:
         messages = call.messages
         if not messages:
             raise ApiError(400, "messages: give at least one", "messages")
@@ -300,9 +347,9 @@ class Recording:
                 if said is not None:
                     history, new = form.written(messages[:end]), form.written(messages[end:])
                     return self._go_on(said.node, history, new, form.schemas, call.variables)
-            return self.tokenizer.encode_chat(
+            return chat_prompt(
+                self.tokenizer,
                 form.opening(messages),
-                add_generation_prompt=True,
                 tools=form.schemas,
                 variables=call.variables,
             )
@@ -316,12 +363,14 @@ class Recording:
         new: Sequence[Message],
         tools: Sequence[Json] | None,
         variables: Json,
-    ) -> list[int]:
+    ) -> ChatPrompt:
         last_id = node.output.ids[-1] if node.output.ids else None
         after = ids_after_turn(
             self.tokenizer, last_id, history, new, tools=tools, variables=variables
         )
-        return node.ids[: -1 if after.replaces_end else None] + after.ids
+        known = node.ids[: -1 if after.replaces_end else None]
+        images = self.tokenizer.images_in(after.ids, new, len(known))
+        return ChatPrompt(known + after.ids, (*node.images, *images))
 
     def _continued(self, call: ApiCall) -> ApiCall:
         if not call.continues:
@@ -335,12 +384,12 @@ class Recording:
         own, new = call.messages[:place], call.messages[place:]
         return replace(call, messages=[*own, *said.inherited, *new], continues="")
 
-    def _params(self, call: ApiCall, ids: Sequence[int]) -> SamplingParams:
+    def _params(self, call: ApiCall, prompt: ChatPrompt) -> SamplingParams:
         try:
             grammar = call_grammar(call)
         except ValueError as error:
             raise ApiError(400, str(error), "tool_choice") from None
-        room = self._room(ids)
+        room = self._room(prompt)
         most = room if call.max_tokens is None else min(call.max_tokens, room)
         params = _with_ends(
             self._sampling,
@@ -348,14 +397,16 @@ class Recording:
             max_tokens=most,
             grammar=grammar,
             top_logps=call.num_top or 0,
+            images=prompt.images,
             n=1,
         )
         _check_ends(params)
         return params
 
-    def _room(self, ids: Sequence[int]) -> int:
+    def _room(self, prompt: ChatPrompt) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
-        limits = self.limits
+        limits, ids = self.limits, prompt.ids
+        self._check_images(len(prompt.images), sum(one.length for one in prompt.images))
         rooms = [limits.max_turn_tokens, limits.max_context_tokens - len(ids)]
         if limits.max_response_tokens is not None:
             sampled = sum(len(node.output.ids) for node in self.tree.nodes)

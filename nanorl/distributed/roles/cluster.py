@@ -143,6 +143,8 @@ class Cluster:
     async def start(self) -> None:
         """Start all roles; those that need nothing of each other at the same time."""
         starter = self._starter
+        if (pictures := starter.parts.pictures) is not None:
+            pictures.mkdir(parents=True, exist_ok=True)  # roles refuse to start without it
         starter.begin()
         replicas = self._replicas.make(self.config.rollout.replicas)
         await asyncio.gather(

@@ -8,6 +8,8 @@ warm start. It keeps no state that a successor would need: what it played is a f
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +28,14 @@ from nanorl.envs.judged import judges_of
 from nanorl.observability.monitor.vitals import vitals
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.run_config import RunConfig
+from nanorl.options.run_kind import folder_sees, pictures_folder
 from nanorl.task import Task
-from nanorl.types import Rollout
+from nanorl.types import Rollout, Status
 from nanosched import ActorHandle, Scheduler
 
 if TYPE_CHECKING:
     from nanorl.distributed.roles.judge_routers import JudgeClients, JudgeRouters
+    from nanorl.envs.group_judged import Notes
 
 
 class CollectorRole(AgentCollector):
@@ -52,6 +56,8 @@ class CollectorRole(AgentCollector):
         `set_replicas`."""
         require_folder(folder)
         rl = config.rl
+        if kit is None and folder_sees(folder):
+            require_folder(pictures_folder(config))
         own = AgentKit(config, folder) if kit is None else kit
         self.router = Router()
         self.judges: JudgeRouters | None = None
@@ -59,6 +65,14 @@ class CollectorRole(AgentCollector):
             from nanorl.distributed.roles.judge_routers import JudgeRouters  # few runs need it
 
             self.judges = JudgeRouters(own.kind)
+        self.notes: list[Notes] = []  # of the groups that a judge compares
+        if judges_of(own.kind):
+            from nanorl.envs.group_judged import notes_of  # few runs need it
+
+            self.notes = notes_of(own.kind)
+        self._unjudged: list[Rollout] = []  # since a judge ranked a group
+        if self.notes:
+            self.run_group = self._run_judged_group  # type: ignore[method-assign]
         self.writer: HindsightWriter | None = None
         if rl.algorithm.has_hindsight:
             self.writer = HindsightWriter(rl.algorithm, own.tokenizer)
@@ -96,6 +110,30 @@ class CollectorRole(AgentCollector):
             sampling=sampling,
             openings=self.writer.openings,
         )
+
+    async def _run_judged_group(
+        self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
+    ) -> list[Rollout]:
+        """As `RolloutCollector.run_group`. When all were played, the judge that compares them is
+        asked; of a group that it does not rank none is left."""
+        with ExitStack() as noted:
+            for notes in self.notes:
+                noted.enter_context(notes.of(group_id))
+            rollouts = await super().run_group(
+                task, group_id=group_id, size=size, sampling=sampling
+            )
+            for notes in self.notes:
+                rollouts = await notes.judged(task, group_id, rollouts)
+        lost = [one for one in rollouts if one.status == Status.FAILED]
+        if rollouts and not lost:
+            self._unjudged.clear()
+        for one in lost:
+            self._failed.append(replace(one, rollout_id=f"{one.rollout_id}-unjudged"))
+        if lost:  # members that play well say nothing of a judge that never answers
+            self._unjudged += lost
+            self._lost = list(self._unjudged)
+            self._check_lost()
+        return [one for one in rollouts if one.status != Status.FAILED]
 
     async def teach(self, step: int) -> list[Sample]:
         """The samples of a step of the warm start."""

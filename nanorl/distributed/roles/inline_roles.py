@@ -24,6 +24,7 @@ from nanoinfer.engine import LLMEngine
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.distributed.roles.collector_role import CollectorRole
 from nanorl.distributed.roles.critic import SavedCritic
+from nanorl.distributed.roles.give_sight import give_sight
 from nanorl.distributed.roles.role import DirectRole
 from nanorl.distributed.weights.in_process import can_share_weights, make_publisher
 from nanorl.observability.store import RolloutStore
@@ -68,6 +69,9 @@ class InlineRoles:
         model: Transformer = self.engine.model
         if not can_share_weights(config, parts.device):
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
+        self._see = partial(give_sight, folder=parts.folder, pictures=parts.pictures, kit=self.kit)
+        for one in (self.engine.model, model):
+            self._see(one)
         self.rollout_engine = LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
         # cores: for PyTorch's operations OpenMP keeps a team of workers for every thread that ever
@@ -96,7 +100,8 @@ class InlineRoles:
         self.store.open()
 
     async def open_reference(self, folders: Sequence[Path]) -> Policy:
-        return load_reference(self.parts.config, folders, self.parts.device)
+        parts = self.parts
+        return load_reference(parts.config, folders, parts.device, self._see)
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         config, policy = self.parts.config, self.engine.model

@@ -119,6 +119,7 @@ class OutsideReplica(HttpReplica, ABC):
         asked = {
             "prompt_logps": params.prompt_logps,
             "adapter": bool(params.adapter),
+            "images": bool(params.images),
             "n": params.n != 1,
             "detokenize": params.detokenize,
             "logps_mode": params.logps_mode == "raw" and params.temperature not in (0, 1),

@@ -12,6 +12,7 @@ from nanoengine.parallel.device import enter_device, worker_thread
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
+from nanorl.distributed.roles.give_sight import give_sight
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.parts import Parts, num_threads
 from nanorl.task import Task
@@ -28,6 +29,7 @@ class Player:
         try:
             enter_device(parts.device)
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
+            give_sight(model, parts.folder, parts.pictures, self.kit)
             self.compute = worker_thread("compute", parts.device, num_threads(config))
             self.generator = AsyncEngine(
                 LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer),

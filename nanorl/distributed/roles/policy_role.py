@@ -37,6 +37,7 @@ from nanoengine.parallel.meeting_store import MeetingPoint, MeetingStore
 from nanoengine.parallel.rendezvous import join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanoengine.state.whole_engine import Engine
+from nanorl.distributed.roles.give_sight import share_sight
 from nanorl.distributed.roles.role_ranks import results, start_ranks
 from nanorl.distributed.roles.shared_folder import require_folder
 from nanorl.distributed.roles.work import WorkThread
@@ -61,6 +62,8 @@ class PolicyRecipe:
     device: str
     threads: int
     """CPU threads of each process."""
+    pictures: Path | None = None
+    """The folder of the run's pictures, for a model that sees."""
 
 
 class PolicyRank:
@@ -93,6 +96,8 @@ class PolicyRank:
                 meeting, recipe.layout, self.rank, store=self._store, device=self.device
             )
         self._engine = build_engine(recipe.folder, recipe.config, mesh, recipe.split)
+        for model in self._engine.models:
+            share_sight(model, recipe.folder, recipe.pictures)
 
     @property
     def engine(self) -> Engine:

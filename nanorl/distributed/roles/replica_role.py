@@ -39,6 +39,7 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.variants.led_engine import LedEngine, follow
+from nanorl.distributed.roles.give_sight import share_sight
 from nanorl.distributed.roles.shared_folder import require_folder
 from nanorl.distributed.weights.offer import Offer, WeightReceiver
 from nanorl.observability.monitor.vitals import vitals
@@ -57,6 +58,8 @@ class ReplicaRecipe:
     """CPU threads of the engine's steps."""
     infer: InferConfig = field(default_factory=InferConfig)
     version: int = 0
+    pictures: Path | None = None
+    """The folder of the run's pictures, for a model that sees."""
 
     def make(self, mesh: Mesh | None = None) -> LLMEngine:
         """Load the model, or this rank's part of it, and make an engine of it."""
@@ -66,6 +69,7 @@ class ReplicaRecipe:
         if mesh is not None:
             split = TensorParallel.of(mesh, ModelConfig.from_folder(self.folder))
         model = load_model(self.folder, self.dtype, str(self.place), split=split)
+        share_sight(model, self.folder, self.pictures)
         has_text = (self.folder / "tokenizer.json").exists()
         tokenizer = ChatTokenizer.from_folder(self.folder) if has_text else None
         given = (model, self.infer, self.version, tokenizer)

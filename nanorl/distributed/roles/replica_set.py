@@ -240,6 +240,7 @@ class ReplicaSet:
             device=config.device,
             threads=config.rollout.threads or max(1, num_threads(config) // num_processes),
             infer=parts.infer_config(),
+            pictures=parts.pictures,
         )
 
     def _seat(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from nanoengine.spans import content_ids
 from nanoinfer.params import Output, SamplingParams
 from nanorl.distributed.roles.replica_clients import ReplicaClient, ReplicaLost
 
@@ -123,7 +124,8 @@ class Router:
     async def _generate(self, ids: list[int], params: SamplingParams, name: str) -> Output:
         sampled: Output | None = None
         while True:
-            place = await self._place_for(ids if sampled is None else ids + sampled.ids)
+            so_far = ids if sampled is None else ids + sampled.ids
+            place = await self._place_for(content_ids(so_far, params.images))
             client = place.client
             place.load += 1
             place.num_requests += 1
@@ -136,7 +138,8 @@ class Router:
             finally:
                 place.load -= 1
             if output.finish_reason != "abort" or output.stop_reason is not None:
-                self._remember(self._keys(ids + output.ids), place)
+                said = content_ids(ids + output.ids, params.images)
+                self._remember(self._keys(said), place)
                 return output
             self._totals.num_drained += 1
             self._close(place, client)
@@ -147,8 +150,8 @@ class Router:
         if place.client is client:
             place.is_open = False
 
-    async def _place_for(self, tokens: list[int]) -> _Place:
-        keys = self._keys(tokens)
+    async def _place_for(self, ids: list[int]) -> _Place:
+        keys = self._keys(ids)
         await self._until_open()
         open_places = [place for place in self._places.values() if place.is_open]
         place = min(open_places, key=lambda place: place.order)
@@ -188,9 +191,9 @@ class Router:
 
     # Prefixes
 
-    def _keys(self, tokens: list[int]) -> list[bytes]:
-        """A digest of each leading run of whole blocks, the shortest first."""
-        raw, size = np.asarray(tokens, dtype=np.int64).tobytes(), 8 * self._block_size
+    def _keys(self, ids: list[int]) -> list[bytes]:
+        """A digest of each leading run of whole blocks of content ids, the shortest first."""
+        raw, size = np.asarray(ids, dtype=np.int64).tobytes(), 8 * self._block_size
         chain = hashlib.blake2b(digest_size=16)
         keys = []
         for end in range(size, len(raw) + 1, size):

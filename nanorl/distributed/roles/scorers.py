@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.formats.hf import load_model
+from nanoengine.model.transformer import Transformer
 from nanoengine.optim import DTYPES
 from nanoengine.packing import Sample, TopTokens
 from nanorl.distributed.roles.critic import SavedCritic
@@ -43,11 +44,18 @@ class _Worker:
 class ReferenceRole(_Worker):
     """The frozen policy that KL terms and distillation compare with."""
 
-    def __init__(self, config: RunConfig, folders: Sequence[Path], threads: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folders: Sequence[Path],
+        threads: int,
+        see: Callable[[Transformer], None],
+    ) -> None:
+        """`see` lets a model see the run's pictures."""
         for folder in folders:
             require_folder(folder)
         super().__init__(config.device, threads)
-        self._scorer = load_reference(config, folders, self.device)
+        self._scorer = load_reference(config, folders, self.device, see)
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self._scorer.forward_logprobs, samples, temperature=temperature)
@@ -62,11 +70,18 @@ class CriticRole(_Worker):
     """The critic, which starts as a copy of the policy in `folder`."""
 
     def __init__(
-        self, config: RunConfig, engine_config: EngineConfig, folder: Path, threads: int
+        self,
+        config: RunConfig,
+        engine_config: EngineConfig,
+        folder: Path,
+        threads: int,
+        see: Callable[[Transformer], None],
     ) -> None:
+        """`see` lets a model see the run's pictures."""
         require_folder(folder)
         super().__init__(config.device, threads)
         policy = load_model(folder, DTYPES[config.dtype], config.device)
+        see(policy)
         self._critic = SavedCritic(policy, engine_config, value_clip=config.rl.value_clip)
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:

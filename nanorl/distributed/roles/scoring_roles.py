@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanoengine.heads.scorer import Policy
 from nanorl.distributed.roles.actor_role import ActorRole, Pulse, heard, status_of, until_dead
 from nanorl.distributed.roles.base import RunCritic
+from nanorl.distributed.roles.give_sight import share_sight
 from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.distributed.roles.role_starter import RoleStarter
 from nanorl.distributed.roles.scorers import (
@@ -38,6 +40,9 @@ class ScoringRoles:
         self._critic_watch: asyncio.Task[None] | None = None
         self._critic_answer: Mapping[str, Any] = {}
         self._num_critics = 0
+        parts = starter.parts
+        # of the processor that the policy's folder has; a folder that a run writes has none
+        self._see = partial(share_sight, folder=parts.folder, pictures=parts.pictures)
 
     async def open_reference(self, folders: Sequence[Path]) -> Policy:
         """The reference of that Hugging Face folder, or of several."""
@@ -49,7 +54,7 @@ class ScoringRoles:
         async def start() -> ActorHandle[ReferenceRole]:
             place = starter.places.scorers["reference"]
             actor = starter.scheduler.actor(ReferenceRole, **place.of_one).remote(
-                starter.config, folders, threads
+                starter.config, folders, threads, self._see
             )
             async with starter.getting_ready(actor, "reference") as handle:
                 await handle.call(ReferenceRole.heartbeat)
@@ -70,7 +75,7 @@ class ScoringRoles:
             starter.scheduler.kill(self._critic)
         place = starter.places.scorers["critic"]
         actor = starter.scheduler.actor(CriticRole, **place.of_one).remote(
-            config, starter.parts.critic_config(), scratch, num_threads(config)
+            config, starter.parts.critic_config(), scratch, num_threads(config), self._see
         )
         try:
             async with starter.getting_ready(actor, "the critic") as handle:

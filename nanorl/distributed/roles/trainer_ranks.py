@@ -106,6 +106,7 @@ class TrainerRanks:
             split=config.learner,
             device=config.device,
             threads=config.learner.threads or max(1, num_threads(config) // world),
+            pictures=parts.pictures,
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
         group = starter.scheduler.group(PolicyRank, ranks, **starter.places.trainer.of_all)

@@ -8,6 +8,8 @@ tensor is put together anywhere else), with the checksum taken in the same pass;
 checksums, and the version is complete. Replicas read in place, tp ranks too: the only other copy is
 the one into the model.
 
+What a trainer has frozen (a vision tower) is written with the first version and stays in its place.
+
 Left out: several machines (dist.py), and two versions side by side: the ledger makes the sender
 wait for the readers of the last one (version_ledger.py).
 """
@@ -16,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
 from kernels.transport.checksum import checksums, copy_with_checksums
+from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.layout import WORLD
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import model_pieces
@@ -30,9 +34,16 @@ from nanorl.distributed.weights.offer import Named, Offer, WeightEntry, WeightsR
 from nanorl.distributed.weights.version_ledger import LEDGER_BYTES, ReaderLedger
 from nanosched.shared_buffer import SharedBuffer
 
+_FROZEN = "nanoengine.vision.tower_names:frozen_names"
 ALIGNMENT = 64
 """Of each tensor: a cache line, and what vector stores want."""
 PADDING_BYTES = 1 << 20
+
+
+def frozen_tensors(models: Sequence[Transformer]) -> set[str]:
+    """The Hugging Face names of what is not trained of vision towers, and so never changes."""
+    towers = [tower for model in models if (tower := getattr(model, "visual", None)) is not None]
+    return {name for tower in towers for name in resolve_name(_FROZEN)(tower)}
 
 
 def shared_buffer_for(num_bytes: int) -> SharedBuffer:
@@ -59,6 +70,8 @@ class ShmSender:
         self._buffer = buffer
         self._pieces: list[Piece] | None = None
         self._layout = _Layout({}, [], [], [])
+        self._frozen_names: set[str] = set()  # of all ranks: a pipeline has a tower on one
+        self._frozen: dict[str, int] = {}  # what lies there for good, with its checksums
 
     def send(self, engine: Engine, version: int) -> Offer:
         """See `WeightSender`. `ValueError` if the weights do not fit the buffer; ReadersBusy."""
@@ -66,15 +79,17 @@ class ShmSender:
         ledger = ReaderLedger(self._buffer.view())
         with engine.optimizer.gathered():
             held = model_pieces(engine.models)
-            self._prepare(mesh, [piece for piece, _ in held])
+            self._prepare(engine, [piece for piece, _ in held])
             ledger.begin_writing()
             sums = self._write(mesh, held)
+        self._frozen = {name: sums[name] for name in self._frozen_names}
         entries = tuple(entry.sealed(sums[name]) for name, entry in self._layout.entries.items())
         if mesh.rank() == 0:
             ledger.finish_writing(version)
         return Offer(version=version, entries=entries)
 
-    def _prepare(self, mesh: Mesh, pieces: list[Piece]) -> None:
+    def _prepare(self, engine: Engine, pieces: list[Piece]) -> None:
+        mesh = engine.mesh
         if not mesh.max_int(WORLD, int(pieces != self._pieces)):
             return
         held = [
@@ -88,7 +103,9 @@ class ShmSender:
                 f"num_bytes: the weights need {end} bytes of shared memory, the transport was "
                 f"opened with {self._buffer.num_bytes}; open it with the model's size"
             )
-        self._pieces = pieces
+        frozen = mesh.gather_json(WORLD, sorted(frozen_tensors(engine.models)))
+        self._frozen_names = {name for theirs in frozen for name in theirs}
+        self._pieces, self._frozen = pieces, {}
 
     def _write(self, mesh: Mesh, held: Held) -> dict[str, int]:
         """Copy this rank's part; the checksums of all tensors, once all ranks have written."""
@@ -99,6 +116,8 @@ class ShmSender:
             for copy in layout.copies:
                 piece, tensor = held[copy.source_piece]
                 whole = layout.wanted[copy.to][copy.to_piece]
+                if whole.name in self._frozen:
+                    continue
                 source = copy.box.of(tensor, piece.box)
                 target = copy.box.of(tensor_at(memory, layout.entries[whole.name]), whole.box)
                 if copy.box == whole.box:
@@ -107,10 +126,10 @@ class ShmSender:
                     target.copy_(source)
             found = copy_with_checksums(*_columns(whole_pieces.values()))
         mesh.barrier()
-        rest = layout.put_together
+        rest = [name for name in layout.put_together if name not in self._frozen]
         found += checksums([tensor_at(memory, layout.entries[name]) for name in rest])
         sums = dict(zip((*whole_pieces, *rest), found, strict=True))
-        everyone: dict[str, int] = {}
+        everyone = dict(self._frozen)
         for theirs in mesh.gather_json(WORLD, sums):
             everyone |= theirs
         return everyone

@@ -56,7 +56,7 @@ class _Played:
         said = step.observation
         return step, [] if said is None else self._env.format_observation(said)
 
-    async def show(self, observations: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    async def show(self, observations: Sequence[Any], rng: random.Random) -> tuple[str, str]:
         """The teacher's turn, and what went wrong in it, which is no fault of the worker."""
         try:
             return await self._env.show(observations, rng), ""  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class HostedEnvironment:
         self._read = (step.observation, messages)
         return step
 
-    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+    async def show(self, observations: Sequence[Any], rng: random.Random) -> str:
         """The turn of the environment's teacher, who sits in the worker. May raise
         `TeacherError`."""
         called = await self._episode.call("show", list(observations), rng)

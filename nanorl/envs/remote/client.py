@@ -29,6 +29,7 @@ from nanorl.envs.base import Environment, Opening, Services, TimeStep
 from nanorl.envs.env_kind import Demonstrator, TaskSet
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.envs.tasks.records import check_agent
+from nanorl.rollout_json import to_json
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout
 
@@ -201,7 +202,7 @@ class RemoteEnvironment:
 
         body = ScoreBody(
             episode=self._episode,
-            rollout=rollout.to_json(),
+            rollout=to_json(rollout),
             transcript=WireTranscript.of(transcript),
         )
         return (await self._line.post("/score", body, ScoreReply)).score()

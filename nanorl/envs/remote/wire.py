@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanoengine.text.chat_template import Message
 from nanorl.envs.base import Opening, TimeStep
 from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.rollout_json import from_json
 from nanorl.task import Task
 from nanorl.types import Rollout
 
@@ -58,6 +59,11 @@ class WireTask(_Wire):
 
     @classmethod
     def of(cls, task: Task) -> WireTask:
+        if task.pictures:
+            raise ValueError(
+                f"task {task.task_id} shows pictures, which do not travel to or from an "
+                "environment at an address: play it in the run itself"
+            )
         return cls(**{name: getattr(task, name) for name in cls.model_fields})
 
     def task(self) -> Task:
@@ -150,13 +156,13 @@ class WireTranscript(_Wire):
 
 class ScoreBody(EpisodeBody):
     rollout: dict[str, Any]
-    """As of `Rollout.to_json`."""
+    """As of `rollout_json.to_json`."""
     transcript: WireTranscript
 
     def read_rollout(self) -> Rollout:
         """ValueError where it is none."""
         try:
-            return Rollout.from_json(self.rollout)
+            return from_json(self.rollout)
         except (AssertionError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"rollout: {type(error).__name__}: {error}") from error
 

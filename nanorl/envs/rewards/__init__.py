@@ -7,7 +7,9 @@ rule.py          1 if the answer equals the hidden one, numbers compared by valu
 math_reward.py          the same for formulas, through math-verify
 tests.py         hidden unit tests against the policy's function; inside.py runs in the sandbox
 reward_model.py  a sequence-classification folder
-judge.py         an LLM's verdict; judge_models.py is who gives it, judge_costs.py what it costs
+judge.py         an LLM's verdict; judge_questions.py has it asked, judge_models.py is who gives it,
+                 judge_costs.py what it costs
+group_judge.py   an LLM's comparison of the rollouts of a group
 weighted.py      a weighted sum, its parts recorded
 
 What each defends against, and what not, stands in its first lines.

@@ -8,7 +8,7 @@ its own hash, and a verdict has to carry the same mark, so no answer can close t
 contain a verdict that counts. A reply without a verdict is asked for again, and is infrastructure
 in the end; nothing is 0 because the judge mumbled. Verdicts are kept in a file by their content.
 Left out: a defence against arguments: a judge that is talked into a high score gives one. Read its
-replies, and put a rule beside it (weighted.py). Next: judge_models.py, then judge_costs.py.
+replies, and put a rule beside it (weighted.py). Next: judge_questions.py.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ import hashlib
 import re
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanorl.envs.rewards.base import Score, Transcript
-from nanorl.envs.rewards.judge_costs import JudgeCosts
-from nanorl.envs.rewards.judge_models import (
-    AddressJudge,
-    FolderJudge,
-    Judge,
-    JudgeFailed,
-    JudgeLimits,
-)
+from nanorl.envs.rewards.judge_models import Judge
+from nanorl.envs.rewards.judge_questions import AsksJudge
 from nanorl.task import Task
-from nanorl.types import InfrastructureError, Rollout
+from nanorl.types import Rollout
 
 TEMPLATE = """\
 You grade an answer to a task. The answer stands between two lines with the mark {mark}. It is text
@@ -54,7 +49,7 @@ _WORDS = {"yes": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "incorrect": 0.0, 
 _BUSY_S = 30.0  # a file of verdicts may serve several runs
 
 
-class JudgeReward:
+class JudgeReward(AsksJudge):
     """The verdict divided by `best`, between 0 and 1. An answer that is empty or cut off earns 0
     unasked."""
 
@@ -73,34 +68,13 @@ class JudgeReward:
         and {best}; `cache` a file for verdicts, empty: none is kept. `options` are those of
         `JudgeLimits` and, of an address, model and api_key_file; of a folder, dtype and device.
         ValueError for what does not fit together."""
-        names = JudgeLimits.__dataclass_fields__
-        limits = JudgeLimits(**{name: options.pop(name) for name in names if name in options})
-        if [bool(address), bool(folder), judge is not None].count(True) != 1:
-            raise ValueError("a judge has an address or a folder: give one of the two")
+        super().__init__(address=address, folder=folder, judge=judge, **options)
         if best < 1:
             raise ValueError(f"best={best}: must be at least 1")
         _check_template(template)
-        self.costs = JudgeCosts()
-        if address:
-            judge = AddressJudge(address, limits=limits, costs=self.costs, **options)
-        elif folder:
-            judge = FolderJudge(folder, limits, costs=self.costs, **options)
-        assert judge is not None, "one of the three was given"
-        self._judge, self._limits = judge, limits
         self._template, self._best = template, best
         self._cache = _Verdicts(Path(cache).expanduser()) if cache else None
-        self._gate = asyncio.Semaphore(limits.max_at_once)
         self._asking: dict[str, asyncio.Task[float]] = {}
-
-    @property
-    def judges(self) -> tuple[JudgeReward, ...]:
-        """Itself: a reward that is made of others has theirs."""
-        return (self,)
-
-    @property
-    def folder_judge(self) -> FolderJudge | None:
-        """The judge where it is a model in a folder, which a role of its own may hold."""
-        return self._judge if isinstance(self._judge, FolderJudge) else None
 
     async def score(self, rollout: Rollout, task: Task, transcript: Transcript) -> Score:
         answer = transcript.answer
@@ -121,10 +95,6 @@ class JudgeReward:
         self.costs.add(cached=int(known is not None))
         return Score(known if known is not None else await self._ask_once(key, prompt, mark))
 
-    def close(self) -> None:
-        """End an engine of its own. Closing twice is fine."""
-        self._judge.close()
-
     async def _ask_once(self, key: str, prompt: str, mark: str) -> float:
         """Equal questions that are under way are one."""
         if key not in self._asking:
@@ -134,24 +104,15 @@ class JudgeReward:
         return await asyncio.shield(self._asking[key])
 
     async def _ask(self, key: str, prompt: str, mark: str) -> float:
-        last = ""
-        async with self._gate:
-            for attempt in range(self._limits.max_tries):
-                try:
-                    with self.costs.call():
-                        said = await self._judge.reply(prompt, attempt)
-                except JudgeFailed as error:
-                    if error.is_final:
-                        raise
-                    last = str(error)
-                    continue
-                verdict = read_verdict(said, mark, self._best)
-                if verdict is not None:
-                    if self._cache:
-                        self._cache.put(key, verdict, said)
-                    return verdict
-                last = f"no line `Verdict {mark}: ...` in its reply: ...{said[-200:]!r}"
-        raise InfrastructureError(f"no verdict in {self._limits.max_tries} tries: {last}")
+        verdict, said = await self._ask_for(
+            prompt,
+            partial(read_verdict, mark=mark, best=self._best),
+            what="verdict",
+            lines=f"line `Verdict {mark}: ...`",
+        )
+        if self._cache:
+            self._cache.put(key, verdict, said)
+        return verdict
 
 
 def read_verdict(reply: str, mark: str, best: int) -> float | None:

@@ -19,6 +19,7 @@ from nanorl.plugins import load_object
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "rule": "nanorl.envs.rewards.rule:RuleReward",
+        "group_judge": "nanorl.envs.rewards.group_judge:GroupJudgeReward",
         "judge": "nanorl.envs.rewards.judge:JudgeReward",
         "math": "nanorl.envs.rewards.math_reward:MathReward",
         "model": "nanorl.envs.rewards.reward_model:ModelReward",

@@ -21,7 +21,7 @@ from nanorl.task import Task
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
-    from nanorl.envs.rewards.judge import JudgeReward
+    from nanorl.envs.rewards.judge_questions import AsksJudge
 
 
 class WeightedReward:
@@ -52,7 +52,7 @@ class WeightedReward:
         )
 
     @property
-    def judges(self) -> tuple[JudgeReward, ...]:
+    def judges(self) -> tuple[AsksJudge, ...]:
         """Those among them, in their order."""
         found = (getattr(one, "judges", ()) for _, one in self._rewards.values())
         return tuple(judge for judges in found for judge in judges)

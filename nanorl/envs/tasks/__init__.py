@@ -8,6 +8,6 @@ family.py       `Family`: the generators of a preset, and the tasks that they ma
 problem.py      `Problem`, a task that knows its own solutions: what every generator returns
 smollm2.py      generators of the `smollm2` family, in plain English
 tiny.py         generators of the `tiny` family, in a few tokens
-teachers.py     sloppy scripted teachers, and the mistakes that they make
+teachers.py     scripted teachers, and the mistakes that they make
 tiny_model.py   the folder of the tiny model, from nothing but a seed
 """

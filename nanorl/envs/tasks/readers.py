@@ -47,6 +47,7 @@ def read_tasks(
         name = "tasks"
     else:
         name = str(source)
+        fields = replace(fields, folder=_folder_of(name))
         fields = fields.of_table() if _is_table(name) else fields
         tasks = [task_of(record, where, fields) for where, record in _records(name)]
     if not tasks:
@@ -98,6 +99,17 @@ def _of_objects(
                 f"{where}: {one!r:.200}, a {type(one).__name__}; give nanorl.Task(...) or a "
                 "dict with a prompt"
             )
+
+
+def _folder_of(name: str) -> Path | None:
+    """The folder in which the paths of a file of tasks begin; None for the hub's, which open no
+    file here."""
+    if name.startswith(HUB):
+        return None
+    folder = next(
+        (one for one in (name, name.rpartition(":")[0]) if one and Path(one).is_dir()), ""
+    )
+    return Path(folder) if folder else Path(name).parent
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -244,9 +256,19 @@ def _split_records(dataset: Any, name: str, split: str) -> Iterator[Record]:
                 f"{name}: its split {part!r} is none of {', '.join(SPLITS)}, so whether to train "
                 f"on it is not known; choose one split, for example {name}:{part}"
             )
-        for number, row in enumerate(rows):
+        for number, row in enumerate(_undecoded(rows)):
             where = f"{name}{f' [{part}]' if part else ''}: row {number}"
-            yield where, ({"split": part} | row if is_marked else row)
+            yield where, ({"split": part, **row} if is_marked else row)
+
+
+def _undecoded(rows: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a data set; of one with pictures as they are stored, {"bytes", "path"}: decoders
+    would run in this process, and pictures are kept as they came."""
+    if "Image(" not in str(rows.features):
+        yield from rows
+        return
+    for batch in rows.with_format("arrow").iter(batch_size=64):
+        yield from batch.to_pylist()
 
 
 def _how_to_write(name: str) -> str:

@@ -3,10 +3,12 @@
     {"prompt": "What is 12 * 34?", "answer": 408}
     {"prompt": "Sum the numbers in a.txt.", "answer": "6", "files": {"a.txt": "1 2 3"}}
     {"prompt": [{"role": "user", "content": "Hi"}], "data": {"mood": "calm"}, "split": "heldout"}
+    {"prompt": ["Which side?", {"type": "image", "image": "dots/3.png"}], "answer": "left"}
 
 Fields are taken by these exact names; a data set of somebody else is mapped (`TaskFields`).
 A field that is not known is an error in a file that was written for this program, where it is a
 slip; the further columns of a table, or of a mapped file, go into `Task.data`.
+Pictures are nanoengine/vision/picture_chats.py's: paths begin where the file of the tasks lies.
 Left out: guessing which column is meant. An error names the columns there are.
 """
 
@@ -15,17 +17,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
+from nanorl.envs.images import Image
 from nanorl.plugins import LOOPS
 from nanorl.task import Task
 
+SHOWN_CHAT = "nanoengine.vision.picture_chats:shown_chat"
 FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
         "prompt": ((str, list), "a text or a list of chat messages"),
         "answer": ((str, int, float), "a text or a number"),
+        "images": ((str, list, dict, bytes), "a picture or a list of pictures"),
         "files": ((dict,), "an object of name: text"),
         "kind": ((str,), "a text"),
         "data": ((dict,), "an object"),
@@ -44,6 +51,7 @@ SPLITS: Mapping[str, str] = MappingProxyType(
 USUAL_NAMES: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "prompt": ("question", "problem", "input", "instruction", "messages", "query", "text"),
+        "images": ("image", "pictures", "picture"),
         "answer": ("solution", "target", "output", "label", "expected", "final_answer"),
     }
 )
@@ -60,11 +68,13 @@ class TaskFields:
                    column goes there
     needs_answer   every task has an answer that is a text or a number, for it will be compared
     keeps_columns  further columns go into `Task.data`; else they are an error
+    folder         of the paths of pictures; None: records open no files
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     needs_answer: bool = True
     keeps_columns: bool = False
+    folder: Path | None = Path()
 
     def __post_init__(self) -> None:
         for name in self.columns:
@@ -100,18 +110,31 @@ def task_of(record: Mapping[str, Any], where: str, fields: TaskFields) -> tuple[
     values = _renamed(record, where, fields)
     _check(values, record, where, fields)
     given = {name: value for name, value in values.items() if value not in (None, {}, "")}
-    prompt, answer = given.pop("prompt"), given.pop("answer", None)
+    prompt, answer, images = (given.pop(name, None) for name in ("prompt", "answer", "images"))
     if "split" in given:
         given["split"] = _split(given["split"], where)
     if fields.needs_answer:
         answer = str(answer).strip()
     try:
+        if images is not None or not (isinstance(prompt, str) or _is_chat_of_texts(prompt)):
+            prompt = resolve_name(SHOWN_CHAT)(prompt, images, partial(Image, folder=fields.folder))
         return Task(prompt, answer, **{"kind": "user"} | given), "split" in given
     except ValueError as error:
-        raise ValueError(
-            f"{where}: {str(error).removeprefix('Task: ')}; or name the columns that the tasks "
-            "need, for example --task-fields data.level=level: then others are left out"
-        ) from None
+        said = str(error).removeprefix("Task: ")
+        raise ValueError(f"{where}: {said}{_hint(record, said)}") from None
+
+
+def _hint(record: Mapping[str, Any], error: str) -> str:
+    """Tell how to name the columns of a record that has others than a task can hold."""
+    if "field 'data'" not in error:
+        return ""
+    shown = next((name for name in USUAL_NAMES["images"] if name in record), "")
+    if shown:
+        return f"; name the column of pictures, --task-fields images={shown}"
+    return (
+        "; or name the columns that the tasks need, for example --task-fields data.level=level: "
+        "then others are left out"
+    )
 
 
 def _renamed(record: Mapping[str, Any], where: str, fields: TaskFields) -> dict[str, Any]:
@@ -151,7 +174,7 @@ def _check(
             )
     for name, value in values.items():
         _check_value(name, value, where, is_required=name in required, fields=fields)
-    if isinstance(values["prompt"], list):
+    if isinstance(values["prompt"], list) and not _is_said(values["prompt"]):
         _check_messages(values["prompt"], where)
     for name, text in (values.get("files") or {}).items():
         _check_file(name, text, where)
@@ -184,6 +207,21 @@ def _check_value(
         )
     if is_required and not (value if isinstance(value, list) else str(value).strip()):
         raise ValueError(f"{where}: field {name!r} is empty; every task needs one")
+
+
+def _is_chat_of_texts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return not any(
+        isinstance(one, str) or "role" not in one or isinstance(one.get("content"), list)
+        for one in messages
+    )
+
+
+def _is_said(prompt: Sequence[Any]) -> bool:
+    """Say whether a list is the texts and pictures that a user says, and no chat."""
+    parts = [one for one in prompt if not isinstance(one, str)]
+    return bool(parts) and all(
+        isinstance(one, dict) and "type" in one and "role" not in one for one in parts
+    )
 
 
 def _check_messages(messages: Sequence[Any], where: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from nanorl.envs.tasks.problem import Problem
@@ -54,18 +54,23 @@ class GeneratedTasks(Generic[AnyTask]):
     def heldout(self, n: int, seed: int) -> list[AnyTask]:
         """`n` tasks that never occur in training, all different, every generator alike often.
 
-        They are fewer where MOST_DRAWS draws in a row brought no other one.
+        They are fewer where no generator brought another one in MOST_DRAWS draws.
         """
         found: dict[str, AnyTask] = {}
         index = newest = 0
-        while len(found) < n and index - newest < MOST_DRAWS:
-            task = self._draw(seed, "heldout", index)
+        two_rounds = 2 * len(self.generators)  # of which each generator had at least one turn
+        while len(found) < n and index - newest < two_rounds:
+            task = self._draw(seed, "heldout", index, found)
             index += 1
             if found.setdefault(_identity(task), task) is task:
                 newest = index
         return list(found.values())
 
-    def _draw(self, seed: int, split: Split, index: int) -> AnyTask:
+    def _draw(
+        self, seed: int, split: Split, index: int, known: Container[str] = frozenset()
+    ) -> AnyTask:
+        """The task at a place: one that is not `known`, if its generator soon brings one."""
+        drawn: AnyTask | None = None
         names = sorted(self.generators)
         turn, place = divmod(index, len(names))
         random.Random(f"kinds {seed} {split} {turn}").shuffle(names)
@@ -73,7 +78,11 @@ class GeneratedTasks(Generic[AnyTask]):
         for _ in range(MOST_DRAWS):
             task = self.generators[names[place]](rng)
             if task.split == split:
-                return task
+                drawn = task
+                if _identity(task) not in known:
+                    return task
+        if drawn is not None:
+            return drawn
         raise ValueError(
             f"{names[place]}: none of {MOST_DRAWS} tasks that it drew falls into the split "
             f"{split!r}; by default that is chosen by a hash of the content, 1 in {HELDOUT_ONE_IN} "

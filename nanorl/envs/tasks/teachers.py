@@ -1,9 +1,10 @@
-"""Sloppy scripted teachers for the supervised warm start, and the mistakes that they make.
+"""Scripted teachers for the supervised warm start, and the mistakes that they make.
 
 A teacher acts turn by turn on real observations, so its trace is a rollout like the policy's own.
-It is wrong on purpose, and in many ways: a habit of its kind, a slip in the program, a guess
-without running, a miscopied value. A warm start from it knows the manners of tool use but not the
-best choices, and reinforcement learning has room. All draw from the caller's random generator.
+It may be wrong on purpose, and in many ways: a habit of its kind, a slip in the program, a guess
+without running, a miscopied value. A warm start of many traces from such a one knows the manners of
+tool use but not the best choices; one of few traces of a right one knows the manners alone. Both
+leave reinforcement learning room. All draw from the caller's random generator.
 Left out: any model (the scripts are the solutions that each `Problem` carries), and playing a
 script in an environment (nanorl/distributed/warm_start.py).
 """
@@ -59,22 +60,10 @@ class TeacherConfig:
 
 
 def smollm2_teacher() -> TeacherConfig:
-    """Right more than four times in five in eight kinds; in the other six a wrong habit is the
-    most frequent way.
-
-    Greedy decoding after the warm start follows the most frequent way, so those kinds fail until
-    reinforcement learning finds which way pays.
+    """Always right: of each kind it shows two traces, and a mistake in both would be all that the
+    policy ever sees of it.
     """
-    return TeacherConfig(
-        right=0.66,
-        habit=0.03,
-        slip=0.06,
-        guess=0.02,
-        miscopy=0.01,
-        persistence=0.7,
-        stubborn=frozenset({"arithmetic", "bases", "counting", "divisors", "filtering", "lists"}),
-        stubborn_habit=0.75,
-    )
+    return TeacherConfig(right=1.0, habit=0.0, slip=0.0, guess=0.0, miscopy=0.0)
 
 
 def tiny_teacher() -> TeacherConfig:

@@ -10,7 +10,7 @@
 A tool object is shared by all episodes of a process; what belongs to one episode is in its
 `ToolContext`. A call ends in one of four ways:
 
-    text                  the observation
+    text, or `Shown`      the observation, and pictures beside it
     ToolError             an observation too: the call was wrong, the text tells the model how
     Submitted             the episode is over, with this answer; `Env.done(...)` says the same
     InfrastructureError   nobody's fault but ours: the rollout is FAILED and is played again
@@ -63,6 +63,14 @@ class Done:
 
     reward: float | None
     answer: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A result with pictures (`nanorl.Image`) beside its text."""
+
+    text: str
+    pictures: list[Any]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,6 +128,6 @@ class Closing(Protocol):
 class Tool(Described, Protocol):
     """Something that an agent may call."""
 
-    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str | Shown:
         """Answer one call. `arguments` are what the model wrote: check them here."""
         ...

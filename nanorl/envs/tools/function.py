@@ -35,7 +35,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
-from nanorl.envs.tools.base import Done, Submitted, Tool, ToolContext, ToolError
+from nanorl.envs.images import split_result
+from nanorl.envs.tools.base import Done, Shown, Submitted, Tool, ToolContext, ToolError
 from nanorl.types import InfrastructureError
 
 NOT_TOOLS = frozenset({"reset", "step", "close", "score", "tasks", "teacher", "setup"})
@@ -67,8 +68,9 @@ class FunctionTool:
             },
         }
 
-    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments, call the function, and return its result as text."""
+    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str | Shown:
+        """Check the arguments, call the function, and return its result as text, and pictures
+        where it returned some."""
         bound = self._checked(arguments)
         if self._context_name:
             bound[self._context_name] = context
@@ -77,7 +79,7 @@ class FunctionTool:
                 result = await self._call(bound)
             if isinstance(result, Done):
                 raise Submitted(result.answer, result.reward)
-            return _as_text(result)
+            return split_result(result) or _as_text(result)
         except (ToolError, Submitted, InfrastructureError):
             raise
         except TimeoutError as error:

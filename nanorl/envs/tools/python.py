@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nanorl.envs.tools.base import ToolContext, ToolError, tool_schema
+from nanorl.envs.tools.base import Shown, ToolContext, ToolError, tool_schema
 from nanorl.envs.tools.result_text import describe
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.types import InfrastructureError
@@ -28,15 +28,10 @@ class PythonTool:
         about = "Run a Python program in a fresh process and read what it prints."
         return tool_schema(self.name, about, {"code": code})
 
-    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+    async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str | Shown:
         """Run the program and return what it printed; `InfrastructureError` where the sandbox is to
         blame."""
-        code = arguments.get("code")
-        # A model writes the arguments, so anything can stand in them.
-        if len(arguments) != 1 or not isinstance(code, str):
-            raise ToolError('python takes one argument, the text of the program: "code"')
-        if not code.strip():
-            raise ToolError("the program is empty")
+        code = self.checked(arguments)
         if context.sandbox is None:
             raise InfrastructureError(
                 "the tool python needs a sandbox: give the ToolContext one (nanorl.sandbox)"
@@ -51,6 +46,15 @@ class PythonTool:
         # How programs end is the first curve to look at when a run does not learn.
         context.metrics[f"num_exec_{result.status}"] += 1
         return describe(result)
+
+    def checked(self, arguments: Mapping[str, Any]) -> str:
+        """The program; a model writes the arguments, so anything can stand in them."""
+        code = arguments.get("code")
+        if len(arguments) != 1 or not isinstance(code, str):
+            raise ToolError('python takes one argument, the text of the program: "code"')
+        if not code.strip():
+            raise ToolError("the program is empty")
+        return code
 
 
 python = PythonTool()

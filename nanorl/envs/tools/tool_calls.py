@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from nanoinfer.chat.base import ToolCall, ToolCallError
-from nanorl.envs.tools.base import Submitted, Tool, ToolContext, ToolError
+from nanorl.envs.tools.base import Shown, Submitted, Tool, ToolContext, ToolError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class TurnResults:
     """Calls that could not be read."""
     num_errors: int = 0
     """Calls that were read and ended with an error."""
+    pictures: list[list[Any]] = field(default_factory=list)
+    """Of each call; none at all where no call has any."""
 
 
 async def answer_calls(
@@ -41,17 +44,19 @@ async def answer_calls(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     submitted = [answer for answer in answers if isinstance(answer, Submitted)]
+    pictures = [one.pictures if isinstance(one, Shown) else [] for one in answers]
     return TurnResults(
         texts=[_text(answer) for answer in answers],
         submitted=submitted[0] if submitted else None,
         num_malformed=sum(isinstance(answer, ToolCallError) for answer in answers),
         num_errors=sum(isinstance(answer, ToolError) for answer in answers),
+        pictures=pictures if any(pictures) else [],
     )
 
 
 async def _answer(
     call: ToolCall | ToolCallError, tools: Mapping[str, Tool], context: ToolContext
-) -> str | ToolCallError | ToolError | Submitted:
+) -> str | Shown | ToolCallError | ToolError | Submitted:
     if isinstance(call, ToolCallError):
         return call
     tool = tools.get(call.name)
@@ -65,8 +70,9 @@ async def _answer(
         return end
 
 
-def _text(answer: str | ToolCallError | ToolError | Submitted) -> str:
+def _text(answer: str | Shown | ToolCallError | ToolError | Submitted) -> str:
     text = answer.answer or "" if isinstance(answer, Submitted) else str(answer)
+    text = answer.text if isinstance(answer, Shown) else text
     if isinstance(answer, ToolCallError | ToolError):
         text = f"Error: {text}"
     return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens

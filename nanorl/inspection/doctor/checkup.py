@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanoengine.parallel.device import free_bytes
 from nanoengine.state.tensor_file import CheckpointError
@@ -56,6 +56,7 @@ from nanorl.task import Task, derive_seed
 from nanorl.types import InfrastructureError, Rollout, Status
 
 if TYPE_CHECKING:
+    from nanoengine.vision.seeing_config import SeeingConfig
     from nanorl.run.restarts import RunToEnd
 
 NUM_TASKS, NUM_MEMBERS = 4, 4
@@ -108,6 +109,10 @@ class Checkup:
             f"{sum(one.num_action_tokens for one in rollouts) / count:.0f} tokens written"
         ]
         lines += self._by_environment()
+        if any(sequence.images for one in rollouts for sequence in one.sequences):
+            from nanorl.inspection.doctor.picture_findings import pictures_summary  # few runs see
+
+            lines.append(pictures_summary(rollouts))
         lines += [f"sandbox: {self.sandbox}"] if self.sandbox else []
         return "\n".join([*lines, *([self.minutes.text()] if self.minutes else [])])
 
@@ -215,6 +220,11 @@ class _Examination:
     def run(self, run_to_end: RunToEnd) -> None:
         found, parts = self.checkup.findings, self.parts
         found += template_findings(parts.tokenizer)
+        if parts.pictures is not None:
+            # here: it imports rooms that runs of text do without
+            from nanorl.inspection.doctor.picture_findings import picture_template_findings
+
+            found += picture_template_findings(parts.tokenizer, cast("SeeingConfig", parts.shape))
         found += self._machine()
         train = parts.tasks.train.batch(0, NUM_TRAINING_TASKS)
         found += heldout_findings(train, parts.tasks.heldout)
@@ -316,7 +326,7 @@ class _Examination:
     async def _rollouts(self, player: Player, tasks: Sequence[Task]) -> None:
         async def play(task: Task, group_id: str, rollout_id: str) -> tuple[Task, Rollout | str]:
             seed = derive_seed(self.config.seed, "check", rollout_id)
-            sampling = SamplingParams(temperature=self.config.rl.temperature, seed=seed)
+            sampling = self.config.rl.sampling(seed)
             try:
                 rollout = await player.play(
                     task, group_id=group_id, rollout_id=rollout_id, sampling=sampling
@@ -403,6 +413,11 @@ class _Examination:
         )
         found = checkup.findings
         found += rollout_findings(evidence)
+        if self.parts.pictures is not None:
+            from nanorl.inspection.doctor.picture_findings import context_finding  # few runs see
+
+            full = context_finding([rollout for _, rollout in played], self.config)
+            found += [full] if full else []
         is_seen = any(one.name == "silence_pays" for one in found)
         further = (
             None if is_seen else self.silence,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanorl.observability.alarms.finding import Finding, Severity
+from nanorl.observability.report.summary import HIDING
 from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout
 
@@ -59,12 +60,14 @@ def expected_minutes(
     sampled = sum(one.num_action_tokens for one in rollouts) / len(rollouts)
     whole = sum(one.num_tokens for one in rollouts) / len(rollouts)
     num_rollouts = rl.steps * rl.tasks_per_step * rl.group_size
-    counts = (
+    counts = [
         evaluation.num_tasks_untrained,
         evaluation.num_tasks,
         evaluation.num_tasks,
         evaluation.num_tasks_no_tool,
-    )
+    ]
+    if any(one.images for one in rollouts):
+        counts += [evaluation.num_tasks_hidden] * len(HIDING)
     num_evaluated = sum(min(count, num_heldout) for count in counts)
     num_traces = warm.steps * warm.traces_per_step
     trained = whole * (num_rollouts * rl.epochs + num_traces)

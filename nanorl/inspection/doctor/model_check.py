@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanoengine.model.config import ModelConfig
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.choose import client_tool_chat
 from nanorl.inspection.doctor.conversations import TOOL
 from nanorl.inspection.doctor.preconditions import template_findings
 from nanorl.inspection.doctor.template_proof import Proof, proof_findings, prove
 from nanorl.observability.alarms.finding import Finding, Severity, in_order
+from nanorl.options.run_kind import folder_sees
 
 _WIDTH = 26
 
@@ -24,6 +27,8 @@ class ModelCheck:
     form: str = ""
     proofs: list[Proof] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    of_pictures: list[Finding] = field(default_factory=list)
+    """Those of them that no conversation tells."""
 
     @property
     def is_trainable(self) -> bool:
@@ -47,8 +52,8 @@ class ModelCheck:
             severity = "" if proof.severity is None else f"  ({proof.severity.name.lower()})"
             lines.append(f"{proof.name:<{_WIDTH}}{proof.outcome}{severity}")
             lines += [f"{'':<4}{proof.where}"] if proof.where else []
-        if not self.proofs:
-            lines += [one.text() for one in self.findings]
+        told = self.of_pictures if self.proofs else self.findings
+        lines += [one.text() for one in told]
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
 
     def to_json(self) -> dict[str, Any]:
@@ -70,10 +75,25 @@ def check_model(folder: Path) -> ModelCheck:
     check = ModelCheck(folder=folder, findings=template_findings(tokenizer))
     if any(one.name in ("no_template", "bad_template") for one in check.findings):
         return check
+    check.of_pictures = _of_pictures(folder, tokenizer)
     check.form = _form(tokenizer)
     check.proofs = prove(tokenizer)
-    check.findings = in_order([*check.findings, *proof_findings(check.proofs)])
+    found = [*check.findings, *check.of_pictures, *proof_findings(check.proofs)]
+    check.findings = in_order(found)
     return check
+
+
+def _of_pictures(folder: Path, tokenizer: ChatTokenizer) -> list[Finding]:
+    """Say what the template does with pictures, where the model sees."""
+    if not folder_sees(folder):
+        return []
+    # here: few models see
+    from nanoengine.vision.seeing_config import SeeingConfig
+    from nanorl.inspection.doctor.picture_findings import picture_template_findings
+
+    config = ModelConfig.from_hf_dict(json.loads((folder / "config.json").read_text("utf-8")))
+    assert isinstance(config, SeeingConfig), "as of every family that sees"
+    return picture_template_findings(tokenizer, config)
 
 
 def _form(tokenizer: ChatTokenizer) -> str:

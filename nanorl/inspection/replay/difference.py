@@ -63,13 +63,14 @@ def first_difference(then: Rollout, now: Rollout, decode: Decode) -> Difference 
 
 def _in_tokens(old: Branch, new: Branch, decode: Decode, sequence: int) -> Difference | None:
     common = min(len(old.tokens), len(new.tokens))
-    at = next((i for i in range(common) if _at(old, i) != _at(new, i)), common)
+    keys = old.keys, new.keys
+    at = next((i for i in range(common) if _at(old, keys[0], i) != _at(new, keys[1], i)), common)
     if at == len(old.tokens) == len(new.tokens):
         return None
     longer = old if at < len(old.tokens) else new  # whoever has a token there says what it is
     kind = _kind(longer, at)
     turn = sum(span.action_start <= at for span in longer.turn_spans) - 1
-    is_alike = at < common and old.tokens[at] == new.tokens[at]
+    is_alike = at < common and keys[0][at] == keys[1][at]
     if is_alike and old.loss_mask[at] == new.loss_mask[at] == 1:
         then, now = repr(old.logps[at]), repr(new.logps[at])
         kind = "logp"
@@ -78,9 +79,9 @@ def _in_tokens(old: Branch, new: Branch, decode: Decode, sequence: int) -> Diffe
     return Difference(kind=kind, then=then, now=now, sequence=sequence, turn=turn, token=at)
 
 
-def _at(sequence: Branch, place: int) -> tuple[int, int, float | None]:
+def _at(sequence: Branch, keys: list[int], place: int) -> tuple[int, int, float | None]:
     logp = sequence.logps[place]
-    return sequence.tokens[place], sequence.loss_mask[place], None if math.isnan(logp) else logp
+    return keys[place], sequence.loss_mask[place], None if math.isnan(logp) else logp
 
 
 def _kind(sequence: Branch, place: int) -> Kind:

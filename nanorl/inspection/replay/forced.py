@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanoengine.packing import Sample
+from nanoengine.spans import content_ids
 from nanoinfer.params import Output, SamplingParams
 from nanorl.types import Branch, Rollout
 
@@ -28,14 +29,15 @@ class StoredTurns:
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         """The stored turn. After tokens that are not stored, an output without any, which ends the
         episode: the difference lies before it."""
+        begin, keys = len(ids), content_ids(ids, params.images)
         for sequence in self._sequences:
-            begin = len(ids)
-            if begin < len(sequence.tokens) and sequence.tokens[:begin] == ids:
+            if begin < len(sequence.tokens) and sequence.keys[:begin] == keys:
                 end = _end_of_turn(sequence, begin)
                 return Output(
                     ids=sequence.tokens[begin:end],
                     logps=sequence.logps[begin:end],
                     versions=sequence.versions[begin:end],
+                    top_logps=[[(one, 0.0) for one in ids] for ids in sequence.kept[begin:end]],
                     finish_reason="length" if end - begin == params.max_tokens else "stop",
                 )
         return Output(ids=[], logps=[], versions=[], finish_reason="length")
@@ -48,7 +50,10 @@ def _end_of_turn(sequence: Branch, begin: int) -> int:
 
 def samples_of(rollout: Rollout) -> list[Sample]:
     """Its sequences, to be scored."""
-    return [Sample(tokens=one.tokens, loss_mask=one.loss_mask) for one in rollout.sequences]
+    return [
+        Sample(tokens=one.tokens, loss_mask=one.loss_mask, kept=one.kept or None, images=one.images)
+        for one in rollout.sequences
+    ]
 
 
 def with_scores(rollout: Rollout, scores: Mapping[int, Sequence[Sequence[float]]]) -> None:

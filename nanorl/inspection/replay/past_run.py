@@ -109,7 +109,7 @@ class PastRun:
         if chosen.phase != "rl":
             return replace(GREEDY, seed=derive_seed(GREEDY.seed, chosen.entry.rollout_id))
         seed = derive_seed(config.seed, "rollout", chosen.entry.rollout_id)
-        return SamplingParams(temperature=config.rl.temperature, seed=seed)
+        return config.rl.sampling(seed)
 
     def _store(self, chosen: Chosen) -> RolloutStore:
         return self._stores[0 if chosen.phase == "rl" else 1]
@@ -142,6 +142,10 @@ class PastRun:
         for rollout in rollouts:
             groups.setdefault(rollout.group_id, []).append(rollout)
         return list(groups.values())
+
+    def trained(self, rollout_id: str) -> Rollout:
+        """A rollout of RL; KeyError where it is not stored."""
+        return self._stores[0].get(rollout_id)
 
     # -- weights ---------------------------------------------------------------------------------
 

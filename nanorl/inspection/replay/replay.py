@@ -22,6 +22,7 @@ import torch
 from kernels.torch.allocator import reuse_large_buffers
 from nanorl.agents.context import Generator
 from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.envs.group_judged import before_judging
 from nanorl.inspection.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.inspection.replay.difference import Difference, first_difference
 from nanorl.inspection.replay.forced import StoredTurns, samples_of, versions_of, with_scores
@@ -29,6 +30,7 @@ from nanorl.inspection.replay.past_run import UNTRAINED, Chosen, PastRun
 from nanorl.inspection.replay.replay_result import Replayed, ReplayResult
 from nanorl.inspection.replay.tasks import CurrentTasks, changes
 from nanorl.inspection.replay.weights import PastWeights
+from nanorl.observability.results import WITHHELD
 from nanorl.observability.store import content_hash
 from nanorl.options.parts import Parts
 from nanorl.run.manifest import manifest_of
@@ -180,7 +182,7 @@ class SegmentReplay:
                 kind="failed", then=then.status.value, now=now.error
             )
         else:
-            found = first_difference(then, now, self._parts.tokenizer.decode)
+            found = first_difference(before_judging(then), now, self._parts.tokenizer.decode)
         return Replayed(
             rollout_id=then.rollout_id,
             phase=one.phase,
@@ -216,7 +218,7 @@ class SegmentReplay:
                 group_id=then.group_id,
                 rollout_id=then.rollout_id,
                 sampling=self._run.sampling(one, config),
-                is_tool_enabled=one.phase != "no_tool",
+                withheld=WITHHELD.get(one.phase, ""),
             )
             if rollout.status != Status.FAILED:
                 break

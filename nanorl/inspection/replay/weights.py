@@ -13,7 +13,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.state.checkpoint import open_checkpoint, read_cursor
 from nanoengine.state.tensor_file import CheckpointError
@@ -23,6 +23,9 @@ from nanorl.learner import Learner
 from nanorl.options.parts import Parts
 from nanorl.scorers.references import reference_folders
 from nanorl.scorers.scored_learner import make_learner
+
+if TYPE_CHECKING:
+    from nanorl.flow.replay_groups import ReplayGroups
 
 
 class PastWeights:
@@ -36,6 +39,7 @@ class PastWeights:
         """Checkpoints that could not be read."""
         self._run, self._parts, self._roles = run, parts, roles
         self._learner: Learner | None = None
+        self._replay: ReplayGroups | None = None  # where the run trains on groups again
 
     async def go_to(self, version: int, *, carried: tuple[int, Path] | None = None) -> None:
         """Have the weights of that version in both engines. `carried` is a checkpoint of ours that
@@ -46,8 +50,11 @@ class PastWeights:
         await self._start(version, carried)
         assert self._learner is not None, "it was started"
         while self.version < version:
-            groups = self._run.groups(self.version)
+            fresh = self._run.groups(self.version)
+            groups = fresh if self._replay is None else self._replay.beside(fresh, self.version)
             await self._learner.train_and_publish(groups, self.version + 1)
+            if self._replay is not None:
+                self._replay.keep(fresh, self.version)
             self.version += 1
             self.is_rebuilt = True
 
@@ -60,7 +67,8 @@ class PastWeights:
                 "not taken over such a place; replay the steps before it, or those after the next "
                 "checkpoint, with --from-step and --to-step"
             )
-        await self._call(self._roles.engine.save, folder)
+        kept = {} if self._replay is None else {"flow": {"replay": self._replay.state()}}
+        await self._call(self._roles.engine.save, folder, kept)
         return self.version, folder
 
     async def differing(self) -> list[str] | None:
@@ -121,6 +129,15 @@ class PastWeights:
             scaffold=self._parts.scaffold,
         )
         await self._learner.publish(version)
+        self._replay = self._open_replay(checkpoint)
+
+    def _open_replay(self, checkpoint: Path | None) -> ReplayGroups | None:
+        if not self._parts.config.rl.replay.share:
+            return None
+        from nanorl.run.replay_state import replay_of  # few runs replay
+
+        flow = read_cursor(checkpoint).get("flow", {}) if checkpoint else {}
+        return replay_of(self._parts.config, flow, self._run.trained)
 
     async def _reference(self) -> Any:
         config = self._parts.config

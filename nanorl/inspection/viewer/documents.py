@@ -3,7 +3,8 @@
 `RolloutDocument(...).build()` is one whole rollout as a person reads it. A text that is longer than
 MOST_CHARS is cut there and says how long it is; `text_part` gives the rest in parts, so that an
 output of a megabyte is neither sent nor drawn before somebody asks for it. `token_part` is a part
-of a token sequence with every number about its tokens.
+of a token sequence with every number about its tokens. A picture is named where it stands, by its
+hash, and never looked at here.
 Left out: any markup. What a model or a tool wrote leaves here as it is; the page shows it as text.
 """
 
@@ -27,6 +28,8 @@ from nanorl.observability.trajectories.base import (
     TrajectoryTurn,
     number,
 )
+from nanorl.observability.trajectories.frames import Content
+from nanorl.shown_pictures import ShownPicture, known_pictures, shown_pictures
 from nanorl.task import Task
 from nanorl.types import REWARD_PART, Branch, Rollout, TokenStats
 
@@ -124,6 +127,7 @@ def _named(values: Mapping[str, Any], texts: _Texts) -> list[Json]:
 
 
 def _sequence(one: TrajectorySequence, texts: _Texts) -> Json:
+    says = _Says(texts, one.pictures)
     return {
         "name": one.name,
         "title": "the conversation" if one.name == "main" else one.branch.title,
@@ -131,22 +135,45 @@ def _sequence(one: TrajectorySequence, texts: _Texts) -> Json:
         "caller": None if one.caller is None else list(one.caller),
         "num_tokens": len(one.branch.tokens),
         "num_tools": len(one.chat.tools),
-        "prompt": [_message(message, texts) for message in one.chat.messages],
+        "prompt": [says.message(message) for message in one.chat.messages],
         "prompt_end": one.turns[0].span.action_start if one.turns else len(one.branch.tokens),
-        "turns": [_turn(turn, one.branch, texts) for turn in one.turns],
+        "turns": [_turn(turn, one.branch, texts, says) for turn in one.turns],
     }
 
 
-def _message(message: Message, texts: _Texts) -> Json:
-    content = message.get("content") or ""
-    if message.get("tool_calls"):
-        calls = [call["function"] for call in message["tool_calls"]]
-        written = "\n".join(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)
-        content = f"{content}\n{written}".strip()
-    return {"role": str(message["role"]), "content": texts.add(str(content))}
+@dataclass(frozen=True)
+class _Says:
+    """Holds what is said in a sequence: texts, and pictures between them."""
+
+    texts: _Texts
+    pictures: Sequence[ShownPicture]
+
+    def message(self, message: Message) -> Json:
+        content = message.get("content") or ""
+        if message.get("tool_calls"):
+            calls = [call["function"] for call in message["tool_calls"]]
+            lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
+            content = "\n".join([content, *lines]).strip()
+        return {"role": str(message["role"]), "content": self.content(content)}
+
+    def content(self, content: Content) -> Json:
+        if isinstance(content, str):
+            return self.texts.add(content)
+        parts = [
+            picture_json(self.pictures[part["number"] - 1])
+            if part["type"] == "image"
+            else self.texts.add(part["text"])
+            for part in content
+        ]
+        return {"parts": parts, "length": sum(part.get("length", 0) for part in parts)}
 
 
-def _turn(turn: TrajectoryTurn, branch: Branch, texts: _Texts) -> Json:
+def picture_json(shown: ShownPicture) -> Json:
+    """The name of a picture, and a line about it."""
+    return {"sha256": shown.sha256, "title": shown.title}
+
+
+def _turn(turn: TrajectoryTurn, branch: Branch, texts: _Texts, says: _Says) -> Json:
     span = turn.span
     sampled = [
         logp
@@ -161,9 +188,9 @@ def _turn(turn: TrajectoryTurn, branch: Branch, texts: _Texts) -> Json:
         "span": [span.action_start, span.action_end, span.observation_end],
         "reasoning": texts.add(turn.reasoning) if turn.reasoning else None,
         "content": texts.add(turn.content),
-        "calls": [_call(call, texts) for call in turn.calls],
+        "calls": [_call(call, texts, says) for call in turn.calls],
         "num_malformed": turn.num_malformed,
-        "replies": [_message(message, texts) for message in turn.further],
+        "replies": [says.message(message) for message in turn.further],
         "reward": number(turn.reward),
         "is_cut": turn.finish_reason == "length",
         "is_copied": turn.is_copied,
@@ -172,12 +199,12 @@ def _turn(turn: TrajectoryTurn, branch: Branch, texts: _Texts) -> Json:
     }
 
 
-def _call(call: CallOfTurn, texts: _Texts) -> Json:
+def _call(call: CallOfTurn, texts: _Texts, says: _Says) -> Json:
     return {
         "id": call.id,
         "name": call.name,
         "arguments": _named(call.arguments, texts),
-        "result": None if call.result is None else texts.add(call.result),
+        "result": None if call.result is None else says.content(call.result),
     }
 
 
@@ -225,7 +252,8 @@ def token_part(
 ) -> Json:
     """Tokens `start` to `end`, MOST_TOKENS at most, of the sequence with the number `place`.
 
-    Numbers that a token does not have are null. KeyError for a sequence that there is not.
+    Numbers that a token does not have are null. Those of a picture have no text: `pictures` says
+    where each starts and ends. KeyError for a sequence that there is not.
     """
     if not 0 <= place < len(rollout.sequences):
         raise KeyError(f"no sequence {place} in {rollout.rollout_id}")
@@ -234,12 +262,23 @@ def token_part(
     end = min(end, start + MOST_TOKENS, len(sequence.tokens))
     first = max(0, start - _CONTEXT)
     pieces = split_text(sequence.tokens[first : end + _CONTEXT], decode)
+    shown = [
+        one
+        for one in shown_pictures(sequence.images, known_pictures(decode))
+        if one.span.start < end and one.span.end > start
+    ]
+    for one in shown:
+        for token in range(max(one.span.start, start), min(one.span.end, end)):
+            pieces[token - first] = ""
     lists = stat_lists(rollout, stats)
     return {
         "start": start,
         "end": end,
         "length": len(sequence.tokens),
         "text": pieces[start - first : end - first],
+        "pictures": [
+            {"start": one.span.start, "end": one.span.end, **picture_json(one)} for one in shown
+        ],
         "id": sequence.tokens[start:end],
         "mask": sequence.loss_mask[start:end],
         "version": sequence.versions[start:end],

@@ -19,6 +19,7 @@ from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.store import Entry, RolloutStore
 from nanorl.observability.trajectories.base import Trajectory
+from nanorl.shown_pictures import SeeingDecode, told
 
 SEARCH_S = 1.5
 _SEARCH_PAGE = 100
@@ -49,7 +50,8 @@ class RolloutPlace:
         """A part of one of its token sequences, with the numbers."""
         with self.run.open(self.phase) as store:
             rollout, stats = store.get(self.rollout_id), store.token_stats(self.rollout_id)
-        return token_part(rollout, stats, self.run.decode, place=place, start=start, end=end)
+        decode = SeeingDecode(self.run.decode, self.run.pictures)
+        return token_part(rollout, stats, decode, place=place, start=start, end=end)
 
 
 def run_page(run: ViewedRun) -> Json:
@@ -117,7 +119,7 @@ def _all_text(run: ViewedRun, store: RolloutStore, entry: Entry) -> str:
     except KeyError:  # the run goes on, and keeps the newest steps alone
         return ""
     task = store.task(entry.task_id)
-    said = [run.decode(sequence.tokens) for sequence in rollout.sequences]
+    said = [told(one, 0, len(one.tokens), run.decode) for one in rollout.sequences]
     answer = "" if task is None else task.answer_text
     return "\n".join([entry.rollout_id, entry.task_id, rollout.error, answer, *said])
 
@@ -171,7 +173,7 @@ def _spoken(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
     for sequence in [*trajectory.segments, *trajectory.beside]:
         for turn in sequence.turns:
             yield "agent", turn.text
-            yield "tool", "\n".join(str(message["content"]) for message in turn.reply)
+            yield "tool", "\n".join(sequence.text_of(message["content"]) for message in turn.reply)
 
 
 def _pieces(old: str, new: str) -> list[list[str]]:

@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -29,10 +30,11 @@ from nanorl.observability.store import RolloutStore, StoreError
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.run_parsers import find_parsers
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import run_tokenizer
+from nanorl.options.run_kind import PICTURES, run_tokenizer
 from nanorl.options.store_address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.options.trust import readable, require
 from nanorl.run.saved_models import named_options, read_run, read_tokenizer
+from nanorl.shown_pictures import RunPictures
 from nanorl.types import Rollout
 
 TRAINING, EVALUATION = "rl", "evaluation"
@@ -170,6 +172,14 @@ class ViewedRun:
         """Ids as text, special tokens included."""
         with self._lock:
             return self._tokenizer.decode(ids)
+
+    @property
+    def pictures(self) -> RunPictures | None:
+        """Those that its model was shown; None of a model that reads text. They lie in this folder,
+        wherever its options say that it was."""
+        with self._lock:
+            found = RunPictures.of(self._tokenizer)
+        return None if found is None else replace(found, folder=self.folder / PICTURES)
 
     def trajectory(self, rollout: Rollout, *, step: int, phase: str) -> Trajectory:
         """The rollout as messages, turns and calls."""

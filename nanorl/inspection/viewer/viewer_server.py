@@ -9,6 +9,7 @@
     GET /api/tokens       ?run= &phase= &id= &place= &start= &end=
     GET /api/group        ?run= &phase= &group=
     GET /api/attempts     ?task=
+    GET /api/picture      ?run= &sha256=  the file
     GET /api/changes      ?a=RUN &a_phase= &a_id= &b= &b_phase= &b_id=
     GET /overview         ?run=  or for all of them: HTML without scripts
 
@@ -56,7 +57,7 @@ from nanorl.inspection.viewer.runs import ViewedRun
 from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.store import StoreError
 
-HEADERS = page_headers(script="'self'", style="'self'")
+HEADERS = page_headers(script="'self'", style="'self'", images="data: blob:")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 _CLOSE_S = 1
 MOST_CONNECTIONS = 128
@@ -81,6 +82,7 @@ class ViewerServer:
             "/api/rollout": lambda query: self._place(query).document().build(),
             "/api/text": self._text,
             "/api/tokens": self._tokens,
+            "/api/picture": self._picture,
             "/api/group": lambda q: group_page(self._run(q), q["phase"], q["group"]),
             "/api/attempts": lambda query: attempts(list(self._runs.values()), query["task"]),
             "/api/changes": self._changes,
@@ -101,6 +103,8 @@ class ViewerServer:
                 return _json({"error": f"not there: {error.args[0]}"}, 404)
             except (ValueError, StoreError) as error:
                 return _json({"error": str(error)}, 400)
+            if isinstance(found, Response):
+                return found
             return HTMLResponse(found, headers=HEADERS) if isinstance(found, str) else _json(found)
 
         return endpoint
@@ -146,6 +150,15 @@ class ViewerServer:
     def _tokens(self, query: Query) -> Any:
         place, start, end = (_number(query, name) for name in ("place", "start", "end"))
         return self._place(query).tokens(place, start, end)
+
+    def _picture(self, query: Query) -> Response:
+        pictures = self._run(query).pictures
+        if pictures is None:
+            raise KeyError(f"a picture: the model of {query['run']} reads text alone")
+        from nanoengine.vision.picture_files import media_type  # here: few runs have pictures
+
+        data = pictures.data(query["sha256"])
+        return Response(data, media_type=media_type(data), headers=HEADERS)
 
     def _changes(self, query: Query) -> Any:
         old, new = (

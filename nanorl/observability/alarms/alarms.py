@@ -498,7 +498,7 @@ class RunAlarms(RunObserver):
         is_solved = metrics.get("success", 0.0) >= GOOD_SUCCESS
         if is_solved or metrics["num_trained_rollouts"] >= FEW_GROUPS * len(evidence.rollouts):
             found = [one for one in found if one.name not in OF_EQUAL_ROLLOUTS]
-        elif not metrics["num_trained_rollouts"]:
+        elif not (metrics["num_trained_rollouts"] or metrics.get("replayed_groups")):
             found = [_changed_nothing(), *(one for one in found if one.name != "no_signal")]
         names = {one.name for one in found}
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in names}

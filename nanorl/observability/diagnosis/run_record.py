@@ -239,7 +239,7 @@ def _greedy_move(file: Path) -> GreedyMove | None:
             for name in ("before", "after")
         )
     pairs = [(before[name], after[name]) for name in before.keys() & after.keys()]
-    same = [pair for pair in pairs if pair[0].tokens == pair[1].tokens]
+    same = [pair for pair in pairs if pair[0].sequences[0].keys == pair[1].sequences[0].keys]
     differences = [
         abs(one - other)
         for old, new in same

@@ -99,7 +99,7 @@ class RunMonitor(RunObserver):
         self.progress()
 
     async def on_step_kept(self, step: StepResult) -> None:
-        rollouts = (rollout for group in step.groups for rollout in group)
+        rollouts = (one for group in (*step.groups, *step.replayed) for one in group)
         self.observe_step(step.step, step.metrics, rollouts)
 
     def begin_phase(self, name: str) -> None:

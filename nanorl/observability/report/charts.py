@@ -103,6 +103,7 @@ RULES = (
     ),
     Rule(title="KL to the reference", names=("ref_kl",), unit="nats a token"),
     Rule(title="Critic", names=("value_loss", "explained_variance")),
+    Rule(title="Groups trained on again", names=("replayed_groups", "replay_kept"), unit="groups"),
     Rule(title="Staleness", names=("staleness_max", "staleness_mean"), unit="policy versions"),
     Rule(
         title="Drift of the policy since sampling",

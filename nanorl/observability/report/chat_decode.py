@@ -3,17 +3,24 @@
 A template frames every message with control tokens and the name of a role: ChatML has
 `<|im_start|>user`, Llama `<|start_header_id|>user<|end_header_id|>`. To leave the control tokens
 out is not enough, since the names stay behind as lines of their own. A name counts as a mark only
-where a control token stands right before it, so that a program may print "user".
+where a control token stands right before it, so that a program may print "user". A picture is a
+line of its own, and the token that a template writes behind it is no mark.
 Left out: roles of templates that write them as plain text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 from nanoengine.text.tokenizer import ChatTokenizer
+from nanorl.shown_pictures import (
+    Items,
+    RunPictures,
+    SeeingDecode,
+    ShownPicture,
+)
 
 ROLES = frozenset(
     ("system", "developer", "user", "assistant", "model", "tool", "ipython", "environment")
@@ -28,20 +35,25 @@ class ChatPiece:
     text: str
 
 
-class ChatDecode:
-    """Called with ids, it gives their text; `pieces` keeps messages apart."""
+class ChatDecode(SeeingDecode):
+    """Called with tokens, it gives their text; `pieces` keeps messages apart."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
+        super().__init__(tokenizer.decode, RunPictures.of(tokenizer))
         self._tokenizer = tokenizer
 
-    def __call__(self, ids: Sequence[int]) -> str:
+    def __call__(self, items: Items) -> str:
         """The text of the messages, each on a line of its own."""
-        return "\n".join(piece.text for piece in self.pieces(ids))
+        return "\n".join(piece.text for piece in self.pieces(items))
 
-    def pieces(self, ids: Sequence[int]) -> list[ChatPiece]:
-        """The messages that the ids hold, or parts of them, in order; none is blank."""
+    def pieces(self, items: Items) -> list[ChatPiece]:
+        """The messages that the tokens hold, or parts of them, in order; none is blank."""
         role, said, found = "", "", []
-        for text, is_after_mark in self._runs(ids):
+        for text, is_after_mark in self._runs(items):
+            if isinstance(text, ShownPicture):
+                before = said.rstrip("\n")
+                said = f"{before}\n{text.line}\n" if before else f"{text.line}\n"
+                continue
             name, _, rest = text.partition("\n")
             if is_after_mark and name.strip() in ROLES:
                 found.append(ChatPiece(role=role, text=said))
@@ -53,11 +65,19 @@ class ChatDecode:
             ChatPiece(role=one.role, text=one.text.strip("\n")) for one in found if one.text.strip()
         ]
 
-    def _runs(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """The text between control tokens, and whether one of them stands before it."""
+    def _runs(self, items: Items) -> Iterator[tuple[str | ShownPicture, bool]]:
+        """The text between control tokens, and whether one of them stands before it; pictures."""
         special = self._tokenizer.special_ids
-        is_after_mark = False
-        for is_mark, run in groupby(ids, lambda one: one in special):
-            if not is_mark:
-                yield self._tokenizer.decode(list(run), skip_special=True), is_after_mark
-            is_after_mark = is_mark
+        is_after_mark = is_after_picture = False
+        for kind, run in groupby(
+            items, lambda one: one in special if isinstance(one, int) else "picture"
+        ):
+            if kind == "picture":
+                yield from ((one, False) for one in run if isinstance(one, ShownPicture))
+                is_after_mark, is_after_picture = False, True
+                continue
+            ids = [one for one in run if isinstance(one, int)]
+            if not kind:
+                yield self._tokenizer.decode(ids, skip_special=True), is_after_mark
+            is_after_mark = bool(kind) and not (is_after_picture and len(ids) == 1)
+            is_after_picture = False

@@ -26,11 +26,19 @@ from nanorl.observability.report.charts import (
     stacked_bars,
     success_bars,
 )
+from nanorl.observability.report.embedded_pictures import EmbeddedPictures
 from nanorl.observability.report.examples import Example, Part, Rate
 from nanorl.observability.report.markup import element, table, text
 from nanorl.observability.report.rl_evaluations import progress_section
-from nanorl.observability.report.summary import EVALUATIONS, success_rates, write_atomically
+from nanorl.observability.report.summary import (
+    EVALUATIONS,
+    HIDING,
+    success_rates,
+    write_atomically,
+)
 from nanorl.observability.report.trace import Decode, Segment, TokenView, trace_rollout
+from nanorl.observability.report.ways import ways_section
+from nanorl.shown_pictures import known_pictures
 from nanorl.types import REWARD_PART, Branch, Rollout, Status
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -57,6 +65,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "curves": "Curves",
         "history": "History",
         "followed": "Step by step",
+        "ways": "Found",
         "pairs": "First and last",
         "group": "A group",
         "rollouts": "Rollouts",
@@ -80,7 +89,7 @@ def write_report(
     `examples` (examples.py) are shown where their `part` says, those without one by task type,
     failures first; `training_rates` are of all rollouts of each type. `summary` is that of
     nanorl.observability.report.summary, or an incomplete one while the run goes on. `decode` turns
-    ids into text.
+    ids into text, and may know the run's pictures (shown_pictures.py).
     """
     rollouts = _Rollouts(decode)
     sections = [
@@ -93,6 +102,7 @@ def write_report(
         curves_section(metrics_rows),
         _history(summary.get("history") or ()),
         rollouts.followed_section(examples),
+        ways_section(summary.get("ways") or {}),
         rollouts.pair_section(examples),
         rollouts.group_section(examples),
         rollouts.section([one for one in examples if not one.part], training_rates),
@@ -101,17 +111,20 @@ def write_report(
     ]
     body = "\n".join(section for section in sections if section)
     title = f"Training report: {summary.get('preset', 'run')}, seed {summary.get('seed', '?')}"
-    write_atomically(path, page(title, f"{_header(summary, body)}\n{body}"))
+    shown = page(title, f"{_header(summary, body)}\n{body}", pictures=rollouts.pictures.style)
+    write_atomically(path, shown)
 
 
-def page(title: str, body: str) -> str:
-    """A whole document with the reports' style and security policy; `body` is markup already."""
+def page(title: str, body: str, *, pictures: str = "") -> str:
+    """A whole document with the reports' style and security policy; `body` is markup already, and
+    `pictures` are rules of the style that hold them."""
+    policy = _POLICY + ("; img-src data:" if pictures else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text(title)}</title>"
-        f"<style>\n{_STYLE.read_text('utf-8')}</style></head>\n"
+        f"<style>\n{_STYLE.read_text('utf-8')}{pictures}</style></head>\n"
         f"<body><main>\n{body}\n</main></body></html>\n"
     )
 
@@ -295,6 +308,9 @@ def _rates_section(
     if not rates:
         return ""
     rows = []
+    shown = [
+        one for one in EVALUATIONS if one not in HIDING or any(one in r for r in rates.values())
+    ]
     for kind in sorted(rates):
         row = rates[kind]
         before, after = row.get("before"), row.get("after")
@@ -303,9 +319,9 @@ def _rates_section(
             points = 100 * (after - before)
             colour = "gain" if points > 0 else "drop" if points < 0 else ""
             change = f'<span class="{colour}">{points:+.1f}</span>'
-        shares = (_rate_of_type(row, one) for one in EVALUATIONS)
+        shares = (_rate_of_type(row, one) for one in shown)
         rows.append((text(kind), *shares, change))
-    titles = (title, *EVALUATIONS.values(), "gained by RL, points")
+    titles = (title, *(EVALUATIONS[one] for one in shown), "gained by RL, points")
     heads = [f"{one[:1].upper()}{one[1:]}" for one in titles]
     return (
         f'<section id="{name}"><h2>By {title.lower()}</h2><div class="card scroll">'
@@ -332,6 +348,7 @@ class _Rollouts:
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
+        self.pictures = EmbeddedPictures(known_pictures(decode))
         self.num_marked = _MAX_MARKED_TOKENS
         self.num_chars = _MAX_ALL_CHARS
 
@@ -481,17 +498,24 @@ class _Rollouts:
             head.append(f"{segment.num_sampled} sampled, mean log-prob {segment.mean_logp:.3f}")
         if segment.reward is not None:
             head.append(f"turn reward {number(segment.reward)}")
-        # A parser drops the first line feed inside <pre>; so give it one to drop.
         return (
             f'<div class="segment {segment.role}"><h4>{text(" · ".join(head))}</h4>'
-            f"<pre>\n{self._body(segment)}</pre></div>"
+            f"{self._body(segment)}</div>"
         )
 
     def _body(self, segment: Segment) -> str:
         if segment.num_sampled and len(segment.tokens) <= self.num_marked:
             self.num_marked -= len(segment.tokens)
-            return "".join(_token(token) for token in segment.tokens)
-        return self._cut(segment.text)
+            return _pre("".join(_token(token) for token in segment.tokens))
+        return "".join(
+            _pre(self._cut(one)) if isinstance(one, str) else self.pictures.markup(one)
+            for one in segment.said
+        )
+
+
+def _pre(inside: str) -> str:
+    # A parser drops the first line feed inside <pre>; so give it one to drop.
+    return f"<pre>\n{inside}</pre>"
 
 
 def _title(example: Example) -> str:

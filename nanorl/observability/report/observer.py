@@ -8,6 +8,7 @@ nanorl/run/observers.py. Each method does nothing unless an observer overrides i
     on_phase            a part of the run begins
     on_progress         a task of an evaluation or a supervised step is done
     on_warm_step        the numbers of a supervised step
+    on_warm_batch       what it was trained on
     on_evaluation       a finished evaluation
     on_step             a finished step of RL, before the cursor moves and a checkpoint is made
     on_step_kept        the same step, after both
@@ -31,6 +32,7 @@ from nanorl.task import Task
 from nanorl.types import Rollout
 
 if TYPE_CHECKING:
+    from nanoengine.packing import Sample
     from nanorl.observability.results import EvaluationResult, Phase, StepResult
 
 WARM_START = "warm_start"
@@ -108,6 +110,9 @@ class RunObserver:
 
     async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """A supervised step is finished; `step` counts those of the warm start."""
+
+    async def on_warm_batch(self, step: int, batch: Sequence[Sample]) -> None:
+        """The same step was trained on these traces of a teacher, or drills."""
 
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         """An evaluation is finished, and its phase has ended."""

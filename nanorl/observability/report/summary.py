@@ -2,7 +2,8 @@
 
 Success rates are greedy. `before` is after the warm start and before RL, `untrained` is before
 both (without a warm start the two are one evaluation), `no_tool` is the trained model with
-execution switched off. Left out: curves (metrics.jsonl).
+execution switched off; `blind` and `first_hidden` are it with pictures hidden. Left out: curves
+(metrics.jsonl).
 """
 
 from __future__ import annotations
@@ -51,9 +52,14 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "before": "before RL",
         "after": "after RL",
         "no_tool": "after RL, tool off",
+        "blind": "after RL, blind",
+        "first_hidden": "after RL, first hidden",
     }
 )
 """The titles of the evaluations by the names under which they are stored, in their order."""
+
+HIDING = ("blind", "first_hidden")
+"""Those of models that see alone."""
 
 EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "logp_gap_steps": (int,),  # in which it was measured; a resumed older run counts from there on
@@ -68,6 +74,9 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "warm_start_steps": (int,),
     "heldout_n_untrained": (int,),
     "heldout_n_no_tool": (int,),
+    "heldout_success_blind": (float, int),  # of a model that sees: every picture is grey
+    "heldout_success_first_hidden": (float, int),  # the first picture is
+    "heldout_n_hidden": (int,),  # tasks of each of the two
     "model": (str,),
     "model_source": (str,),  # what it is a copy of: nanorl/run/cards/model_source.py
     "num_parameters": (int,),
@@ -83,6 +92,7 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "evaluations": (list,),  # while RL went on, by the steps done: sampled success of both splits
     "best_step": (int,),  # steps of RL done at the best of them, of which RUN:best is the model
     "findings": (list,),  # why it did not learn: nanorl/observability/diagnosis
+    "ways": (dict,),  # to an answer, that the policy found and no teacher showed: report/ways.py
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""
@@ -98,11 +108,15 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
         "before": summary.get("heldout_n_before", summary.get("heldout_n")),
         "after": summary.get("heldout_n"),
         "no_tool": summary.get("heldout_n_no_tool"),
+        "blind": summary.get("heldout_n_hidden"),
+        "first_hidden": summary.get("heldout_n_hidden"),
     }
+    left_out = {"before"} if summary.get("warm_start_steps") == 0 else set()
+    left_out |= {one for one in HIDING if f"heldout_success_{one}" not in summary}
     return [
         (title, summary.get(f"heldout_success_{name}"), num_tasks[name] or 0)
         for name, title in EVALUATIONS.items()
-        if name != "before" or summary.get("warm_start_steps") != 0
+        if name not in left_out
     ]
 
 

@@ -1,7 +1,7 @@
 """A rollout as data to show: segments of prompt, model and tool, each token with its numbers.
 
 The text of a token is what it adds to the decoded text before it, so that characters made of
-several tokens stay whole. Left out: branches (of a rollout its
+several tokens stay whole; those of a picture add none. Left out: branches (of a rollout its
 own sequence is shown), any markup (nanorl.observability.report.html).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nanorl.shown_pictures import ShownPicture, known_pictures, pieces
 from nanorl.types import Branch, Rollout
 
 Decode = Callable[[list[int]], str]
@@ -35,9 +36,14 @@ class Segment:
 
     role: str
     turn: int
-    text: str
+    said: tuple[str | ShownPicture, ...]
     tokens: tuple[TokenView, ...]
     reward: float | None = None
+
+    @property
+    def text(self) -> str:
+        """All that it says, with a line for each picture."""
+        return "".join(one if isinstance(one, str) else one.line for one in self.said)
 
     @property
     def num_sampled(self) -> int:
@@ -69,19 +75,28 @@ def trace_rollout(rollout: Rollout | Branch, decode: Decode) -> Trace:
     def add(role: str, turn: int, start: int, end: int, reward: float | None = None) -> None:
         if start == end:
             return
-        ids = rollout.tokens[start:end]
-        text = decode(ids)
+        said: list[str | ShownPicture] = []
+        texts: list[str] = []  # of tokens
+        for piece in pieces(rollout, start, end, known_pictures(decode)):
+            if isinstance(piece, ShownPicture):
+                said.append(piece)
+                texts += [""] * (min(piece.span.end, end) - piece.span.start)
+            else:
+                said.append(decode(piece))
+                texts += split_text(piece, decode)
         tokens = tuple(
             TokenView(
                 token_id=rollout.tokens[i],
-                text=piece,
+                text=text,
                 is_sampled=bool(rollout.loss_mask[i]),
                 logp=rollout.logps[i],
                 version=rollout.versions[i],
             )
-            for i, piece in zip(range(start, end), split_text(ids, decode), strict=True)
+            for i, text in zip(range(start, end), texts, strict=True)
         )
-        segments.append(Segment(role=role, turn=turn, text=text, tokens=tokens, reward=reward))
+        segments.append(
+            Segment(role=role, turn=turn, said=tuple(said), tokens=tokens, reward=reward)
+        )
 
     position = 0
     for turn, span in enumerate(rollout.turn_spans):

@@ -18,13 +18,14 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
 
+from nanoengine.spans import ImageSpan
 from nanorl.observability.store.database import Database
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
 from nanorl.unpacking import unzstd
@@ -108,7 +109,8 @@ def _to_rows(
     sequences = [one.sequences for one in rollouts]
     packed = [[_packed(sequence) for sequence in each] for each in sequences]
     turns = [list(_turns(in_order(each))) for each in sequences]
-    hashes = [_hash(one.task_id, arrays) for one, arrays in zip(rollouts, packed, strict=True)]
+    parts_of = zip(rollouts, sequences, packed, strict=True)
+    hashes = [_hash(one.task_id, each, arrays) for one, each, arrays in parts_of]
     contents = [_to_content(*each) for each in zip(rollouts, sequences, packed, strict=True)]
     compressed = [compress(content) for content in contents]
     parts = zip(rollouts, filed, sequences, turns, hashes, strict=True)
@@ -159,6 +161,7 @@ def from_content(entry: Entry, content: bytes) -> Rollout:
     try:
         header, sequences = _unpack_content(content)
         metrics, error, hindsight = header["metrics"], header["error"], header.get("hindsight", [])
+        shown = [ImageSpan.from_json(one) for one in header.get("hindsight_images", [])]
         own, *branches = sequences
     except _DAMAGE as fault:
         raise ValueError(f"damaged content of {len(content)} bytes: {fault}") from fault
@@ -174,10 +177,13 @@ def from_content(entry: Entry, content: bytes) -> Rollout:
         metrics=metrics,
         error=error,
         hindsight=hindsight,
+        hindsight_images=shown,
         branches=branches,
         turn_spans=own.turn_spans,
         turn_rewards=own.turn_rewards,
         turn_metrics=own.turn_metrics,
+        kept=own.kept,
+        images=own.images,
         **{name: getattr(own, name) for name in LISTS},
     )
 
@@ -289,6 +295,8 @@ def _to_content(rollout: Rollout, sequences: Sequence[Branch], packed: Sequence[
     }
     if rollout.hindsight:
         header["hindsight"] = rollout.hindsight
+    if rollout.hindsight_images:
+        header["hindsight_images"] = [asdict(span) for span in rollout.hindsight_images]
     text = _ENCODER.encode(header).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
     lists = (one.tobytes() for each in packed for one in each)
@@ -308,6 +316,8 @@ def _about(sequence: Branch, packed: _Packed) -> dict[str, Any]:
     further = {
         "turn_rewards": sequence.turn_rewards,
         "turn_metrics": sequence.turn_metrics,
+        "kept": sequence.kept,
+        "images": [asdict(span) for span in sequence.images],
         "is_history": sequence.is_history,
     }
     return about | {name: value for name, value in further.items() if value}
@@ -332,9 +342,10 @@ def _to_branch(about: Mapping[str, Any], lists: Mapping[str, Any]) -> Branch:
         TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
         for start, end, observation_end in about["spans"]
     ]
-    names = ("turn_rewards", "turn_metrics", "is_history")
+    names = ("turn_rewards", "turn_metrics", "kept", "is_history")
     further = {name: about[name] for name in names if name in about}
-    return Branch(turn_spans=spans, **lists, **further)
+    images = [ImageSpan.from_json(one) for one in about.get("images", ())]
+    return Branch(turn_spans=spans, images=images, **lists, **further)
 
 
 def pack_stats(stats: TokenStats) -> bytes:
@@ -367,17 +378,19 @@ def unpack_stats(content: bytes) -> TokenStats:
 
 
 def content_hash(rollout: Rollout) -> str:
-    """128 bits of the SHA-256 of task, tokens and loss mask: equal where the policy was asked and
-    said the same.
+    """128 bits of the SHA-256 of task, tokens, pictures and loss mask: equal where the policy was
+    asked and said the same.
 
     Rewards, log-probs and timings are left out, so that a regenerated rollout can be recognised.
     """
-    return _hash(rollout.task_id, [_packed(sequence) for sequence in rollout.sequences])
+    sequences = rollout.sequences
+    return _hash(rollout.task_id, sequences, [_packed(sequence) for sequence in sequences])
 
 
-def _hash(task_id: str, packed: Sequence[_Packed]) -> str:
+def _hash(task_id: str, sequences: Sequence[Branch], packed: Sequence[_Packed]) -> str:
     digest = hashlib.sha256(task_id.encode("utf-8") + b"\0")
-    for one in packed:
-        digest.update(one.tokens.astype("<i8").tobytes())
+    for sequence, one in zip(sequences, packed, strict=True):
+        keys = np.array(sequence.keys) if sequence.images else one.tokens
+        digest.update(keys.astype("<i8").tobytes())
         digest.update(one.loss_mask.astype("<i8").tobytes())
     return digest.hexdigest()[:HASH_CHARS]

@@ -34,7 +34,7 @@ class PlayedRollouts:
     parent_id: int
     step: int
     phase: str
-    """rl, or the evaluation: untrained, before, after, no_tool."""
+    """rl, or the evaluation: untrained, before, after, no_tool, blind, first_hidden."""
     rollouts: Sequence[Rollout]
     times: Mapping[str, RolloutTimes]
 

@@ -3,7 +3,9 @@
 Written as ATIF-v1.7; what 1.8 adds is sound, which rollouts have none of. A history that was
 compacted is a file of its own, which names the one that it goes on in: ROLLOUT.json is the first,
 ROLLOUT.cont-1.json the second. Sub-agents are embedded in the file of the sequence that called
-them, and named where their result stands. The reward is in `extra`, of every file of a rollout.
+them, and named where their result stands. The reward is in `extra`, of every file of a rollout. A
+picture is a part of its message that names a file in the folder `pictures` beside; one that is
+missing is a line.
 Source: RFC 0001 of harbor-framework/harbor, "Trajectory format".
 Left out: `timestamp`, which no store of rollouts knows, and costs.
 """
@@ -24,8 +26,9 @@ from nanorl.observability.trajectories.base import (
     TrajectoryTurn,
     number,
 )
-from nanorl.observability.trajectories.files import whole_folder
-from nanorl.observability.trajectories.frames import Json
+from nanorl.observability.trajectories.files import PICTURES, whole_folder
+from nanorl.observability.trajectories.frames import Content, Json
+from nanorl.shown_pictures import RunPictures, ShownPicture
 
 VERSION = "ATIF-v1.7"
 
@@ -40,23 +43,57 @@ class AgentInfo:
 
 
 def write_atif(
-    trajectories: Iterable[Trajectory], path: Path, agent: AgentInfo, *, force: bool
+    trajectories: Iterable[Trajectory],
+    path: Path,
+    agent: AgentInfo,
+    *,
+    force: bool,
+    pictures: RunPictures | None = None,
 ) -> None:
-    """Write the folder, a rollout in memory at a time."""
+    """Write the folder, a rollout in memory at a time, with the files of the run's pictures."""
     with whole_folder(path, force=force, suffix=".json") as folder:
+        copied = CopiedPictures(pictures, folder / PICTURES)
         for trajectory in trajectories:
-            for name, document in documents(trajectory, agent):
+            for name, document in documents(trajectory, agent, copied):
                 text = json.dumps(document, ensure_ascii=False, allow_nan=False)
                 (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def documents(trajectory: Trajectory, agent: AgentInfo) -> Iterator[tuple[str, Json]]:
+@dataclass(frozen=True)
+class CopiedPictures:
+    """The files of pictures, each copied once into a folder beside the documents."""
+
+    pictures: RunPictures | None
+    folder: Path
+
+    def part(self, shown: ShownPicture) -> Json:
+        """The part of a message: an image, or a line for one that is not there."""
+        from nanoengine.vision.picture_files import media_type  # here: few runs have pictures
+
+        try:
+            if self.pictures is None:
+                raise KeyError("the run's model reads text alone")
+            data = self.pictures.data(shown.sha256)
+            kind = media_type(data)
+        except (KeyError, ValueError):
+            return {"type": "text", "text": shown.line}
+        name = f"{shown.sha256}.{kind.removeprefix('image/')}"
+        self.folder.mkdir(exist_ok=True)
+        if not (self.folder / name).exists():
+            (self.folder / name).write_bytes(data)
+        return {"type": "image", "source": {"media_type": kind, "path": f"{PICTURES}/{name}"}}
+
+
+def documents(
+    trajectory: Trajectory, agent: AgentInfo, copied: CopiedPictures
+) -> Iterator[tuple[str, Json]]:
     """The files of one rollout by their names, in the order in which they go on in each other."""
     segments = trajectory.segments
     stem = quote(trajectory.rollout.rollout_id, safe="")
     names = [f"{stem}.json", *(f"{stem}.cont-{i}.json" for i in range(1, len(segments)))]
     for place, segment in enumerate(segments):
-        written = _Writer(trajectory, agent).document(segment)
+        writer = _Writer(trajectory, agent, copied)
+        written = writer.document(segment)
         written["extra"] = {
             "task_id": trajectory.rollout.task_id,
             "group_id": trajectory.rollout.group_id,
@@ -65,16 +102,17 @@ def documents(trajectory: Trajectory, agent: AgentInfo) -> Iterator[tuple[str, J
             "num_segments": len(segments),
         }
         if place:
-            _mark_copied(written["steps"], segments[place - 1].chat.messages)
+            before = segments[place - 1]
+            _mark_copied(written["steps"], writer.contents(before, before.chat.messages))
         if place + 1 < len(segments):
             written["continued_trajectory_ref"] = names[place + 1]
         yield names[place], written
 
 
-def _mark_copied(steps: Sequence[Json], before: Sequence[Message]) -> None:
+def _mark_copied(steps: Sequence[Json], before: Sequence[Content]) -> None:
     """Mark what opens a continuation just as it opened the part before."""
-    for step, message in zip(steps, before, strict=False):
-        if step["message"] == message["content"]:
+    for step, content in zip(steps, before, strict=False):
+        if step["message"] == content:
             step["is_copied_context"] = True
 
 
@@ -82,6 +120,22 @@ def _mark_copied(steps: Sequence[Json], before: Sequence[Message]) -> None:
 class _Writer:
     trajectory: Trajectory
     agent: AgentInfo
+    copied: CopiedPictures
+
+    def content(self, sequence: TrajectorySequence, content: Content) -> Content:
+        """A content as the format has it."""
+        if isinstance(content, str):
+            return content
+        return [
+            self.copied.part(sequence.pictures[part["number"] - 1])
+            if part["type"] == "image"
+            else part
+            for part in content
+        ]
+
+    def contents(self, sequence: TrajectorySequence, messages: Sequence[Message]) -> list[Content]:
+        """Those of some of its messages."""
+        return [self.content(sequence, message["content"]) for message in messages]
 
     def document(self, sequence: TrajectorySequence) -> Json:
         """The trajectory of one sequence, with those that it called."""
@@ -93,7 +147,10 @@ class _Writer:
         if sequence.chat.tools:
             agent["tool_definitions"] = sequence.chat.tools
         called = self._called_by(sequence)
-        steps = _opening_steps(sequence.chat.messages)
+        told = zip(
+            sequence.chat.messages, self.contents(sequence, sequence.chat.messages), strict=True
+        )
+        steps = _opening_steps([{**message, "content": content} for message, content in told])
         for turn in sequence.turns:
             steps += self._turn_steps(sequence, turn, called)
         document = {
@@ -127,8 +184,13 @@ class _Writer:
     ) -> Iterator[Json]:
         """The step of a turn, and those of a user who answered it."""
         refs = {one.caller[1]: self._id(one) for one in called if one.caller}
-        results = [_result(call, refs) for call in turn.calls if call.result or call.id in refs]
-        results += [{"content": m["content"]} for m in turn.further if m["role"] != "user"]
+        results = [
+            _result(call, self.content(sequence, call.result or ""), refs)
+            for call in turn.calls
+            if call.result or call.id in refs
+        ]
+        others = [message for message in turn.further if message["role"] != "user"]
+        results += [{"content": one} for one in self.contents(sequence, others)]
         step: Json = {"source": "agent", "message": turn.content}
         if turn.reasoning:
             step["reasoning_content"] = turn.reasoning
@@ -142,7 +204,8 @@ class _Writer:
         yield step
         for message in turn.further:
             if message["role"] == "user":
-                yield {"source": "user", "message": message["content"]}
+                content = self.content(sequence, message["content"])
+                yield {"source": "user", "message": content}
 
 
 def _opening_steps(messages: Sequence[Message]) -> list[Json]:
@@ -171,8 +234,8 @@ def _call(call_id: str, name: str, arguments: Json) -> Json:
     return {"tool_call_id": call_id, "function_name": name, "arguments": arguments}
 
 
-def _result(call: CallOfTurn, refs: Mapping[str, str]) -> Json:
-    result: Json = {"source_call_id": call.id, "content": call.result or ""}
+def _result(call: CallOfTurn, content: Content, refs: Mapping[str, str]) -> Json:
+    result: Json = {"source_call_id": call.id, "content": content}
     if call.id in refs:
         result["subagent_trajectory_ref"] = [{"trajectory_id": refs[call.id]}]
     return result

@@ -22,7 +22,22 @@ from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.base import Parser, ToolCall, ToolCallError
 from nanoinfer.chat.chat import visible
-from nanorl.observability.trajectories.frames import ChatFrames, Json, ReadChat
+from nanorl.observability.trajectories.frames import (
+    PICTURE,
+    ChatFrames,
+    Content,
+    Json,
+    ReadChat,
+    joined,
+    parted,
+)
+from nanorl.shown_pictures import (
+    Items,
+    RunPictures,
+    ShownPicture,
+    items,
+    shown_pictures,
+)
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 MAIN = "main"
@@ -39,7 +54,7 @@ class CallOfTurn:
     """Unique in its sequence."""
     name: str
     arguments: Json
-    result: str | None = None
+    result: Content | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +95,21 @@ class TrajectorySequence:
     """What the policy read first; what an assistant says there was said in another sequence, or
     never by this policy."""
     turns: tuple[TrajectoryTurn, ...]
+    pictures: tuple[ShownPicture, ...] = ()
+    """Its pictures, in order. A part of a message that is one has its `number`, from 1."""
     caller: tuple[str, str] | None = None
     """Of a sub-agent's: the name of the sequence that called it, and the id of the call."""
 
     @property
     def is_history(self) -> bool:
         return self.branch.is_history
+
+    def text_of(self, content: Content) -> str:
+        """A content as a text, with a line for each picture."""
+        text, pictures = joined(content)
+        first, *rest = text.split(PICTURE)
+        lines = [self.pictures[part["number"] - 1].line for part in pictures]
+        return first + "".join(line + after for line, after in zip(lines, rest, strict=True))
 
     def messages(self) -> list[Message]:
         """The whole sequence as a chat. Calls are `tool_calls` where the chat template lists the
@@ -133,7 +157,7 @@ class Trajectory:
     step: int
     """The training step; 0 in evaluations."""
     phase: str
-    """rl, or the evaluation: untrained, before, after, no_tool."""
+    """rl, or the evaluation: untrained, before, after, no_tool, blind, first_hidden."""
     sequences: tuple[TrajectorySequence, ...]
     """The main one first, then the branches, in the rollout's order."""
 
@@ -174,6 +198,7 @@ class TrajectoryReader:
         self._tokenizer = tokenizer
         self._frames = ChatFrames(tokenizer)
         self._parsers = parsers
+        self._pictures = RunPictures.of(tokenizer)
 
     def read(self, rollout: Rollout, *, step: int, phase: str) -> Trajectory:
         """The trajectory. Nothing that a policy or a tool wrote makes it fail."""
@@ -193,13 +218,18 @@ class TrajectoryReader:
     def _sequence(self, name: str, branch: Branch, *, is_finished: bool) -> TrajectorySequence:
         spans = branch.turn_spans
         start = spans[0].action_start if spans else len(branch.tokens)
-        chat = self._with_calls(self._frames.read(branch.tokens[:start]))
+        chat = self._with_calls(self._frames.read(self._items(branch, 0, start)))
         last = len(spans) - 1
         turns = tuple(
             self._turn(branch, number, chat, may_be_cut=number == last and not is_finished)
             for number in range(len(spans))
         )
-        return TrajectorySequence(name=name, branch=branch, chat=chat, turns=turns)
+        shown = tuple(shown_pictures(branch.images, self._pictures))
+        return TrajectorySequence(name=name, branch=branch, chat=chat, turns=turns, pictures=shown)
+
+    def _items(self, branch: Branch, start: int, end: int) -> Items:
+        """The tokens `start` to `end`, with one item for each picture."""
+        return items(branch, start, end, self._pictures)
 
     def _with_calls(self, chat: ReadChat) -> ReadChat:
         """The chat with the calls that an assistant wrote in it, as turns have theirs."""
@@ -208,7 +238,7 @@ class TrajectoryReader:
         messages: list[Message] = []
         open_ids: list[str] = []
         for place, message in enumerate(chat.messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and isinstance(message["content"], str):
                 said = visible(message["content"])
                 parser, calls = self._calls(said)
                 found = _named(calls, f"call_0_{place}")
@@ -228,7 +258,7 @@ class TrajectoryReader:
         ids = branch.tokens[span.action_start : span.action_end]
         is_ended = bool(ids) and ids[-1] in self._tokenizer.eos_ids
         text = self._tokenizer.decode(ids[:-1] if is_ended else ids)
-        after = branch.tokens[span.action_end : span.observation_end]
+        after = self._items(branch, span.action_end, span.observation_end)
         is_cut = may_be_cut and not is_ended and not after
         reply = self._frames.read_reply(after, chat, is_ended=is_ended)
         said = visible(text)
@@ -265,7 +295,7 @@ class TrajectoryReader:
 
 
 def _named(
-    calls: Sequence[ToolCall | ToolCallError], name: str, results: Sequence[str | None] = ()
+    calls: Sequence[ToolCall | ToolCallError], name: str, results: Sequence[Content | None] = ()
 ) -> list[CallOfTurn]:
     """The well-formed ones of some calls, with their ids and results."""
     return [
@@ -292,17 +322,22 @@ def _reasoning(text: str) -> str:
 
 def _results(
     num_calls: int, reply: Sequence[Message]
-) -> tuple[list[str | None], Sequence[Message]]:
+) -> tuple[list[Content | None], Sequence[Message]]:
     """The answer to each call, and the other messages of a reply."""
-    nothing: list[str | None] = [None] * num_calls
+    nothing: list[Content | None] = [None] * num_calls
     if not num_calls or not reply:
         return nothing, reply
     if reply[0]["role"] == "user":  # all results in one message
-        joined = reply[0]["content"]
-        parts = joined.removeprefix(RESPONSE).removesuffix(END_OF_RESPONSE)
-        results = parts.split(f"{END_OF_RESPONSE}\n{RESPONSE}") if parts != joined else [joined]
-        return (results, reply[1:]) if len(results) == num_calls else (nothing, reply)
-    own = [message["content"] for message in reply[:num_calls] if message["role"] != "user"]
+        whole, pictures = joined(reply[0]["content"])
+        said = whole.rstrip(PICTURE)  # those of all calls stand behind, and count to the last one
+        parts = said.removeprefix(RESPONSE).removesuffix(END_OF_RESPONSE)
+        results = parts.split(f"{END_OF_RESPONSE}\n{RESPONSE}") if parts != said else [said]
+        results[-1] += whole[len(said) :]
+        found: list[Content | None] = [parted(one, pictures) for one in results]
+        return (found, reply[1:]) if len(found) == num_calls else (nothing, reply)
+    own: list[Content | None] = [
+        message["content"] for message in reply[:num_calls] if message["role"] != "user"
+    ]
     return (own, reply[num_calls:]) if len(own) == num_calls else (nothing, reply)
 
 
@@ -317,7 +352,7 @@ def _with_callers(sequences: list[TrajectorySequence]) -> Iterator[TrajectorySeq
         for call in turn.calls
     ]
     for sequence in sequences:
-        asked = [m["content"] for m in sequence.chat.messages if m["role"] == "user"]
+        asked = [joined(m["content"])[0] for m in sequence.chat.messages if m["role"] == "user"]
         found = None
         if sequence.name != MAIN and not sequence.is_history and asked:
             for place, (name, call_id, texts) in enumerate(calls):

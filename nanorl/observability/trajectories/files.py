@@ -10,16 +10,21 @@ included, leaves what was there as it was, and nothing half.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+PICTURES = "pictures"
+"""In a folder that is exported: the files of pictures, by their hash."""
+_PICTURE = re.compile(r"[0-9a-f]{64}\.[a-z]+")
+
 
 def check_place(path: Path, *, force: bool, suffix: str = "") -> None:
     """ValueError where something is there already that must not be replaced. With `suffix` the
-    place is a folder's, of which only files with that suffix may be replaced."""
+    place is a folder's, of which only files with that suffix, and pictures, may be replaced."""
     if not path.exists():
         return
     if not force:
@@ -28,12 +33,18 @@ def check_place(path: Path, *, force: bool, suffix: str = "") -> None:
         kind = "a folder" if suffix else "a file"
         raise ValueError(f"{path}: {kind} is written, and there is another thing of that name")
     if suffix:
-        others = sorted(one.name for one in path.iterdir() if one.suffix != suffix)
+        others = sorted(one.name for one in path.iterdir() if not _is_ours(one, suffix))
         if others:
             raise ValueError(
                 f"{path}: holds {others[0]}, which no export wrote, and would be replaced as a "
                 "whole; give another --out"
             )
+
+
+def _is_ours(one: Path, suffix: str) -> bool:
+    if one.name == PICTURES and one.is_dir() and not one.is_symlink():
+        return all(_PICTURE.fullmatch(file.name) for file in one.iterdir())
+    return one.suffix == suffix
 
 
 @contextmanager

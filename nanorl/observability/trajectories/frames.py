@@ -7,6 +7,13 @@ pass for the end of its message.
 
 Tools are looked for in what the policy read: JSON of the form in which templates list them. They
 were listed by the template if rendering the messages with them gives the same text again.
+
+A picture stands among the ids as one `ShownPicture`, and in what is read as a part of a content:
+
+    {"role": "user", "content": [{"type": "text", "text": "Which?"},
+                                 {"type": "image", "sha256": "9e1d...", "number": 3}]}
+
+No picture is opened for it.
 Left out: calls inside messages, which a parser reads (base.py), and templates that write one frame
 for several roles, whose messages are taken for the user's.
 """
@@ -19,11 +26,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
+from nanorl.shown_pictures import Items, ShownPicture
 
 Json = dict[str, Any]
 
@@ -47,7 +55,9 @@ _DATE = re.compile(_ANY_DATE)
 _DATE_ESCAPED = re.compile(_ANY_DATE.replace(" ", r"\\ "))  # as re.escape leaves it
 MOST_TOOL_SETS = 64  # whose frames are kept
 MOST_TRIES = 8  # to tell the tools that the template lists from others in a chat
-FIRST_MARK, NUM_MARKS = 0xD800, 0x800  # halves of surrogate pairs: no decoded text holds one
+Content = str | list[Json]
+FIRST_MARK, NUM_MARKS = 0xD800, 0x7FF  # halves of surrogate pairs: no decoded text holds one
+PICTURE = chr(FIRST_MARK + NUM_MARKS)
 DECODER = json.JSONDecoder()
 _QUOTED = 'q"z'
 
@@ -83,10 +93,14 @@ class ChatFrames:
         self._learned: dict[str, dict[str, _Frames]] = {}
         self._is_json: dict[str, bool] = {}
 
-    def read(self, ids: Sequence[int]) -> ReadChat:
+    def read(self, ids: Items) -> ReadChat:
         """The chat that opens a context, up to where the policy speaks. Where the template's frames
         are not found, it is one message of the user with the text of all ids."""
-        text = self._marked(ids)
+        chat = self._read(self._marked(ids))
+        shown = _parts_of(ids)
+        return replace(chat, messages=[self._with_parts(one, shown) for one in chat.messages])
+
+    def _read(self, text: str) -> ReadChat:
         if not text:
             return ReadChat(messages=[], is_exact=True)
         for tools in _runs(_tools_in([self._unmarked(text)])):
@@ -105,7 +119,7 @@ class ChatFrames:
             is_exact=plain is not None and self._renders(plain, [], text),
         )
 
-    def read_reply(self, ids: Sequence[int], chat: ReadChat, *, is_ended: bool) -> list[Message]:
+    def read_reply(self, ids: Items, chat: ReadChat, *, is_ended: bool) -> list[Message]:
         """The messages that follow a turn of the policy in `chat`, from the ids behind it.
         `is_ended`: the turn itself holds its end-of-turn token, which otherwise stands first."""
         rest = self._marked(ids if is_ended else ids[1:])
@@ -113,7 +127,10 @@ class ChatFrames:
             return []
         tools = chat.tools if chat.are_tools_listed else []
         found = self._messages(self._end_of_turn + rest, "assistant", tools)
-        return [{"role": "user", "content": self._unmarked(rest)}] if found is None else found
+        if found is None:
+            found = [{"role": "user", "content": self._unmarked(rest)}]
+        shown = _parts_of(ids)
+        return [self._with_parts(one, shown) for one in found]
 
     def _messages(self, text: str, role: str, tools: list[Json]) -> list[Message] | None:
         """The messages of a text that goes on behind the content of `role`; None where it does not
@@ -155,8 +172,44 @@ class ChatFrames:
         return content
 
     def _renders(self, messages: Sequence[Message], tools: list[Json], text: str) -> bool:
-        again = self._render(messages, tools, is_open=True)
+        pictures = iter([{"type": "image", "sha256": ""}] * text.count(PICTURE))  # any will do
+        told = [self._with_parts(one, pictures) for one in messages]
+        again = self._render(told, tools, is_open=True)
+        text = text.replace(PICTURE, self._placeholder)
         return again is not None and _DATE.sub("", again) == _DATE.sub("", text)
+
+    # -- pictures --------------------------------------------------------------------------------
+
+    def _with_parts(self, message: Message, pictures: Iterator[Json]) -> Message:
+        """The message with the next of the pictures wherever its text has one, without what the
+        template writes around each."""
+        if PICTURE not in message["content"]:
+            return message
+        before, after = self._around_picture
+        text = message["content"].replace(f"{before}{PICTURE}{after}", PICTURE)
+        return {**message, "content": parted(text, pictures)}
+
+    @functools.cached_property
+    def _around_picture(self) -> tuple[str, str]:
+        """Return what the template writes before and behind a picture."""
+        parts: list[Json] = [
+            {"type": "text", "text": _numbered(0)},
+            {"type": "image", "sha256": ""},
+            {"type": "text", "text": _numbered(1)},
+        ]
+        written = self._render([{"role": "user", "content": parts}], []) or ""
+        _, begun, rest = written.partition(_numbered(0))
+        before, found, rest = rest.partition(self._placeholder or PICTURE)
+        after, ended, _ = rest.partition(_numbered(1))
+        is_found = bool(begun and found and ended)
+        return (self._unmarked(before), self._unmarked(after)) if is_found else ("", "")
+
+    @functools.cached_property
+    def _placeholder(self) -> str:
+        """Return what a template prints for a picture, as marked text; empty where it sees none."""
+        store = getattr(self._tokenizer, "store", None)
+        token = None if store is None else self._tokenizer.token_to_id(store.processor.placeholder)
+        return "" if token is None else self._marked([token])
 
     # -- what the template writes ----------------------------------------------------------------
 
@@ -216,23 +269,29 @@ class ChatFrames:
         self, messages: Sequence[Message], tools: list[Json], *, is_open: bool = False
     ) -> str | None:
         """The chat as marked text; None where the template was not made for such messages."""
+        tokenizer = self._tokenizer
         try:
-            return self._marked(
-                self._tokenizer.encode_chat(
-                    messages, add_generation_prompt=is_open, tools=tools or None
-                )
+            # Not as a model that sees encodes a chat: that opens its pictures.
+            text, masks = ChatTokenizer.render_masked(
+                tokenizer, messages, add_generation_prompt=is_open, tools=tools or None
             )
+            return self._marked(tokenizer.encode_rendered(text, masks))
         except (ValueError, TypeError):
             return None
 
     # -- text in which control tokens cannot be spelled ------------------------------------------
 
-    def _marked(self, ids: Sequence[int]) -> str:
-        """The text of ids, with a mark in place of each control token."""
+    def _marked(self, ids: Items) -> str:
+        """The text of ids, with a mark in place of each control token and each picture."""
+        special = self._tokenizer.special_ids
         parts: list[str] = []
-        for is_control, run in itertools.groupby(ids, self._tokenizer.special_ids.__contains__):
-            tokens = list(run)
-            parts += map(self._mark, tokens) if is_control else [self._tokenizer.decode(tokens)]
+        for is_plain, run in itertools.groupby(
+            ids, lambda one: isinstance(one, int) and one not in special
+        ):
+            if is_plain:
+                parts.append(self._tokenizer.decode([one for one in run if isinstance(one, int)]))
+            else:
+                parts += [self._mark(one) if isinstance(one, int) else PICTURE for one in run]
         return "".join(parts)
 
     def _mark(self, token: int) -> str:
@@ -243,6 +302,34 @@ class ChatFrames:
         """The text with its control tokens as they are written."""
         names = {ord(mark): self._tokenizer.decode([one]) for one, mark in self._marks.items()}
         return text.translate(names)
+
+
+def parted(text: str, pictures: Iterator[Json]) -> Content:
+    """A text with pictures as the parts of a message: the next one for each PICTURE."""
+    if PICTURE not in text:
+        return text
+    first, *rest = text.split(PICTURE)
+    parts = [{"type": "text", "text": first}]
+    for after in rest:
+        parts += [next(pictures), {"type": "text", "text": after}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def joined(content: Content) -> tuple[str, Iterator[Json]]:
+    """The inverse of `parted`: the text with a PICTURE for each picture, and the pictures."""
+    if isinstance(content, str):
+        return content, iter(())
+    texts = [PICTURE if part["type"] == "image" else part["text"] for part in content]
+    return "".join(texts), iter([part for part in content if part["type"] == "image"])
+
+
+def _parts_of(ids: Items) -> Iterator[Json]:
+    """The pictures among ids, as parts of a message."""
+    return (
+        {"type": "image", "sha256": one.sha256, "number": one.number}
+        for one in ids
+        if isinstance(one, ShownPicture)
+    )
 
 
 def _chat(roles: Sequence[str]) -> list[Message]:

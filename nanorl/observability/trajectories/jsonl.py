@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from nanorl.observability.trajectories.base import Trajectory, TrajectorySequence, number
@@ -65,5 +66,7 @@ def _sequence_row(sequence: TrajectorySequence) -> Json:
         "loss_mask": branch.loss_mask,
         "logps": [number(logp) for logp in branch.logps],
         "versions": branch.versions,
+        "kept": branch.kept,
+        "images": [asdict(span) for span in branch.images],
         "turns": turns,
     }

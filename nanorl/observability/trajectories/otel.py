@@ -61,8 +61,8 @@ from nanorl.observability.trajectories.base import (
     TrajectoryTurn,
     assistant_message,
 )
-from nanorl.observability.trajectories.files import whole_file
-from nanorl.observability.trajectories.frames import Json
+from nanorl.observability.trajectories.files import PICTURES, whole_file
+from nanorl.observability.trajectories.frames import Content, Json
 from nanorl.types import Status
 
 TIMING = "synthetic: a millisecond for each token and each call"
@@ -217,6 +217,7 @@ class SpanMaker:
         parent: Span,
         times: TurnTimes | None,
     ) -> None:
+        result = None if call.result is None else sequence.text_of(call.result)
         with self._span(f"execute_tool {call.name}", parent) as span:
             _set(
                 span,
@@ -226,11 +227,11 @@ class SpanMaker:
                     "gen_ai.tool.call.id": call.id,
                     "gen_ai.tool.type": "function",
                     "gen_ai.tool.call.arguments": _json(call.arguments),
-                    "gen_ai.tool.call.result": call.result,
+                    "gen_ai.tool.call.result": result,
                 },
             )
-            if (call.result or "").startswith(ERROR_RESULT):
-                span.set_status(failed(call.result))
+            if (result or "").startswith(ERROR_RESULT):
+                span.set_status(failed(result))
             self._now_ns += 0 if times else MS
             for other in trajectory.beside:
                 if other.caller == (sequence.name, call.id):
@@ -351,20 +352,29 @@ def _outcome(trajectory: Trajectory) -> Json:
 
 def _parts(message: Message) -> Json:
     """A message as the conventions' JSON schema has it."""
-    role, text = message["role"], message["content"]
+    role, content = message["role"], message["content"]
     if role not in ("user", "assistant", "system", "developer"):
-        answer = {"type": "tool_call_response", "response": text}
+        said = content if isinstance(content, str) else list(_content_parts(content))
+        answer = {"type": "tool_call_response", "response": said}
         if "tool_call_id" in message:
             answer["id"] = message["tool_call_id"]
         return {"role": "tool", "parts": [answer]}
     parts: list[Json] = []
     if reasoning := message.get("reasoning_content"):
         parts.append({"type": "reasoning", "content": reasoning})
-    if text:
-        parts.append({"type": "text", "content": text})
+    parts += _content_parts(content)
     for call in message.get("tool_calls", []):
         parts.append({"type": "tool_call", "id": call["id"], **call["function"]})
     return {"role": role, "parts": parts}
+
+
+def _content_parts(content: Content) -> Iterator[Json]:
+    """Texts, and pictures by the place of their files in the run's folder."""
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if part["type"] == "image":
+            yield {"type": "uri", "modality": "image", "uri": f"{PICTURES}/{part['sha256']}"}
+        elif part["text"]:
+            yield {"type": "text", "content": part["text"]}
 
 
 def _output(turn: TrajectoryTurn) -> Json:

@@ -1,7 +1,7 @@
 """Parquet: the rows of jsonl.py as columns, for Hugging Face datasets, pandas, Polars and verl.
 
 A column has one type, so what has other fields in every row is JSON text here: the arguments of
-calls, as in OpenAI's API; `tools`, as TRL reads them too; and `metrics`.
+calls, as in OpenAI's API; `tools`, as TRL reads them too; `metrics`; and a content with pictures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.extras import missing
 from nanorl.observability.trajectories.base import Trajectory
 from nanorl.observability.trajectories.files import whole_file
-from nanorl.observability.trajectories.frames import Json
+from nanorl.observability.trajectories.frames import Content, Json
 from nanorl.observability.trajectories.jsonl import to_row
 
 if TYPE_CHECKING:
@@ -58,15 +58,32 @@ def _columns(row: Json) -> Json:
 
 def _sequence_columns(row: Json) -> Json:
     messages = [
-        {**message, "tool_calls": [_call(call) for call in message.get("tool_calls", [])]}
+        {
+            **message,
+            "content": _content(message["content"]),
+            "tool_calls": [_call(call) for call in message.get("tool_calls", [])],
+        }
         for message in row["messages"]
     ]
     turns = [
-        {**turn, "calls": [{**call, "arguments": _text(call["arguments"])} for call in calls]}
+        {
+            **turn,
+            "calls": [
+                {
+                    **call,
+                    "arguments": _text(call["arguments"]),
+                    "result": _content(call["result"]),
+                }
+                for call in turn["calls"]
+            ],
+        }
         for turn in row["turns"]
-        for calls in [turn["calls"]]
     ]
     return {**row, "messages": messages, "turns": turns, "tools": _text(row["tools"])}
+
+
+def _content(content: Content | None) -> str | None:
+    return _text(content) if isinstance(content, list) else content
 
 
 def _call(call: Json) -> Json:
@@ -99,6 +116,7 @@ def _schema() -> pyarrow.Schema:
         action_start=count, action_end=count, observation_end=count, reward=number,
         finish_reason=text, text=text, calls=pa.list_(call),
     )  # fmt: skip
+    image = record(start=count, length=count, key=text, grid=pa.list_(count), sha256=text)
     sequence = {
         "messages": pa.list_(message),
         "tools": text,
@@ -106,6 +124,8 @@ def _schema() -> pyarrow.Schema:
         "loss_mask": pa.list_(pa.int8()),
         "logps": pa.list_(number),
         "versions": pa.list_(count),
+        "kept": pa.list_(pa.list_(count)),
+        "images": pa.list_(image),
         "turns": pa.list_(turn),
     }
     names = {"rollout_id": text, "group_id": text, "task_id": text}

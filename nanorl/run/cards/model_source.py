@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoengine.formats.sources import SMOLLM2, WheelModel
+from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?$")
@@ -38,10 +39,10 @@ class ModelSource:
 def model_source(config: RunConfig, folder: Path) -> ModelSource:
     """The source of a run's model, whose Hugging Face folder is `folder`."""
     given = config.model
-    if given is None and config.preset == "tiny":
+    if given is None and get_preset(config.preset).build_model:
         return ModelSource(
             text=f"a small model of random weights, made for this run (seed {config.seed})",
-            name=f"tiny-seed{config.seed}",
+            name=f"{config.preset}-seed{config.seed}",
         )
     if given is None or given in (SMOLLM2.alias, SMOLLM2.name):
         return _of_wheel(SMOLLM2)

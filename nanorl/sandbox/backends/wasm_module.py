@@ -92,7 +92,10 @@ def open_module(folder: Path) -> Iterator[str | None]:
             return
         for name in sorted(os.listdir(place)):
             if name.startswith(module_name()) and name.endswith(_SUFFIX):
-                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+                try:
+                    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+                except FileNotFoundError:  # another box removed it since the folder was listed
+                    continue
                 stack.callback(os.close, file)
                 status = os.fstat(file)
                 _require_own(status, folder / name)
@@ -173,7 +176,16 @@ def _clear(place: int) -> None:
     """Removes what was cut off, and modules of other versions; the lock is held."""
     for name in os.listdir(place):
         if name.endswith((_SUFFIX, ".part")):
-            os.unlink(name, dir_fd=place)
+            with contextlib.suppress(FileNotFoundError):  # a box found it damaged meanwhile
+                os.unlink(name, dir_fd=place)
+
+
+def _remove(place: int, damaged: os.stat_result) -> None:
+    """Removes this very file, unless another box, which found the same, did so already."""
+    for name in os.listdir(place):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(name, dir_fd=place, follow_symlinks=False), damaged):
+                os.unlink(name, dir_fd=place)
 
 
 def _compiled() -> bytes:
@@ -216,7 +228,7 @@ def load_module(folder: Path) -> tuple[Any, Any]:
             return made, wasmtime.Module.deserialize_file(made, path)
         except wasmtime.WasmtimeError as error:
             with opened(folder) as place:
-                _clear(place)
+                _remove(place, os.stat(path))
             raise OSError(
                 f"the compiled module in {folder} was damaged ({str(error).splitlines()[-1]}) and "
                 "is removed: start again, which compiles it anew"

@@ -132,7 +132,10 @@ def gradients(rank: Rank, case: Case) -> Found:
         losses.append(loss_of(stage, micro, y, weight))
         return losses[-1]
 
-    chunks = [StageChunk(stage, compute, lambda i: micros[i].num_rows) for stage in stages]
+    def boundary(stage: Stage, index: int, is_output: bool) -> Tensor:
+        return stage.boundary(micros[index].num_rows)
+
+    chunks = [StageChunk(stage, compute, boundary) for stage in stages]
     runner = PipelineRunner(mesh, chunks)
     runner.run(make_schedule(case.schedule, rank.world, case.num_micro, case.chunks))
     traffic = {op: (t.calls, t.bytes) for (op, _), t in mesh.traffic.items()}
@@ -164,10 +167,10 @@ def forward(rank: Rank, chunks: int, num_micro: int) -> list[Tensor]:
             found.append(y)
         return y
 
-    runner = PipelineRunner(
-        mesh,
-        [StageChunk(s, compute, lambda i: micros[i].num_rows, keeps=False) for s in stages],
-    )
+    def boundary(stage: Stage, index: int, is_output: bool) -> Tensor:
+        return stage.boundary(micros[index].num_rows)
+
+    runner = PipelineRunner(mesh, [StageChunk(s, compute, boundary, keeps=False) for s in stages])
     with torch.no_grad():
         runner.run(forward_only(rank.world, num_micro, chunks))
     assert runner.peak_live == 0
@@ -187,7 +190,7 @@ class SleepChunk:
     def num_live(self) -> int:
         return len(self.live) + len(self.late)
 
-    def boundary(self, micro: int) -> Tensor:
+    def boundary(self, micro: int, *, is_output: bool = False) -> Tensor:
         return torch.empty(8, 4 + micro)
 
     def forward(self, micro: int, x: Tensor | None) -> Tensor | None:

@@ -489,6 +489,31 @@ def test_codex_is_told_that_a_picture_of_the_person_cannot_be_read() -> None:
         ResponsesDialect(TOKENIZER).read(recorded("codex_picture"))
 
 
+class Taker:
+    """Takes every picture for a model that sees."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    def take(self, part: Any) -> str:
+        self.parts.append(part)
+        return "5" * 64
+
+
+def test_a_model_that_sees_is_shown_what_claude_code_and_codex_show() -> None:
+    """In a tool's result, and by the person."""
+    shown = {"type": "image", "sha256": "5" * 64}
+    taker = Taker()
+    call = MessagesDialect().read(recorded("claude_code_turn"), taker)
+    assert call.messages[4]["content"] == [shown]
+    assert taker.parts[0]["source"]["media_type"] == "image/png"
+    codex = ResponsesDialect(TOKENIZER)
+    assert codex.read(recorded("codex_turn"), taker).messages[7]["content"] == [shown]
+    said = codex.read(recorded("codex_picture"), taker).messages[-1]["content"]
+    assert shown in said and len(taker.parts) == 3
+    assert all(part["type"] == "text" and part["text"] for part in said if part != shown)
+
+
 PATCH = {
     "type": "custom",
     "name": "apply_patch",

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_text import make_text_engine, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
@@ -19,6 +19,8 @@ PROMPT = TOKENIZER.encode("hello, the world")
 
 
 @given(st.lists(st.integers(0, 263), max_size=40))
+@example([94] * 7 + [126, 94])  # broken bytes, the last of which begin a character
+@example([94] * 8 + [126, 94])
 @settings(max_examples=150, deadline=None)
 def test_streamed_text_is_the_text_of_all_tokens(ids: list[int]) -> None:
     stream = TextStream(TOKENIZER)

@@ -98,7 +98,7 @@ def test_the_task_says_what_the_policy_may_read() -> None:
 
 def test_a_client_without_a_key_finds_it_in_the_url() -> None:
     async def agent(task: Any, client: Any) -> str:
-        async with httpx.AsyncClient() as plain:
+        async with httpx.AsyncClient(timeout=30) as plain:
             url = f"{task.keyed_url}/v1/chat/completions"
             answer = await plain.post(url, json={"messages": task.messages})
         return str(answer.json()["choices"][0]["message"]["content"])

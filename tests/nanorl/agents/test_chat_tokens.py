@@ -36,6 +36,7 @@ from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.rewards.base import Score
 from nanorl.envs.tools.function import function_tool
 from nanorl.envs.tools.python import python
+from nanorl.rollout_json import from_json, to_json
 from nanorl.task import Task
 from nanorl.types import Branch, Rollout, Status
 
@@ -340,7 +341,7 @@ def test_no_loop_of_ours_trains_on_what_was_not_sampled_there(model: Model, loop
         rollout, engine = asyncio.run(play_all(turns))
         assert rollout.status is not Status.FAILED, rollout.error
         check_tokens(rollout, engine)
-        assert Rollout.from_json(rollout.to_json()) == rollout
+        assert from_json(to_json(rollout)) == rollout
         seen.update(branch.is_history for branch in rollout.branches)
 
     holds()

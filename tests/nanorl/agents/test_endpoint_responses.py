@@ -362,7 +362,7 @@ IMAGE = {"type": "input_image", "image_url": "https://example.com/a.png"}
          "input.0.content.0: input_image: this model reads text; leave it out, or say in words"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]},
          "input.0.type: item_reference: it is kept by another server; send the messages"),
-        ({"input": [{"type": "computer_call_output"}]}, "input.0: .*'computer_call_output'"),
+        ({"input": [{"type": "local_shell_call"}]}, "input.0: .*'local_shell_call'"),
         ({"tools": [{"type": "local_shell"}]}, "tools.0.type: local_shell: the API defines it"),
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]},
          "tools.0.type: file_search: this server runs no tools; offer it as a function"),

@@ -259,7 +259,7 @@ def test_no_number_that_is_not_finite_is_taken(written_as: str, field: str) -> N
 
 def test_an_agent_that_keeps_its_episode_busy_keeps_no_scorer_from_reporting() -> None:
     async def work(session: ApiSession, client: httpx.AsyncClient) -> None:
-        with session.counted(1):  # all that an episode may have
+        with session.counted(1, 0):  # all that an episode may have
             url, scorer = f"{session.keyed_url}/episode", {SCORER_HEADER: KEY}
             assert (await client.post(url, json={"answer": "x"})).status_code == 429
             answer = await client.post(url, json={"reward": -1.0}, headers=scorer)

@@ -282,7 +282,10 @@ def test_a_real_engine_samples_no_more_for_a_client_that_timed_out() -> None:
             record = Recording(engine, tokenizer, limits=limits, sampling=sampling)
             server = RecordingServer(all_dialects(tokenizer), model="tiny", max_model_len=250)
             try:
-                async with server.episode(record) as session, httpx.AsyncClient() as client:
+                async with (
+                    server.episode(record) as session,
+                    httpx.AsyncClient(timeout=30) as client,
+                ):
                     asking = asyncio.ensure_future(post(client, session, TOKENS))
                     async with asyncio.timeout(SOON_S):
                         while engine.engine.metrics()["num_running"] == 0:

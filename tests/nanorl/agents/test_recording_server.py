@@ -123,7 +123,7 @@ def test_a_key_is_good_for_its_episode_alone() -> None:
             async with client_of(second) as client:
                 with pytest.raises(openai.AuthenticationError, match="not after its end"):
                     await client.chat.completions.create(model="x", messages=[user("?")])
-            async with httpx.AsyncClient() as plain:
+            async with httpx.AsyncClient(timeout=30) as plain:
                 body = {"messages": [user("?")]}
                 without = await plain.post(f"{first.openai_url}/chat/completions", json=body)
                 assert without.status_code == 401
@@ -169,7 +169,7 @@ def test_tokens_in_tokens_out() -> None:
     record = recording("one", "two")
 
     async def work(server: RecordingServer) -> None:
-        async with server.episode(record) as session, httpx.AsyncClient() as plain:
+        async with server.episode(record) as session, httpx.AsyncClient(timeout=30) as plain:
             headers = {"authorization": f"Bearer {session.key}"}
 
             async def ask(ids: list[int], **params: Any) -> httpx.Response:
@@ -191,7 +191,7 @@ def test_tokens_in_tokens_out() -> None:
 
 def test_an_episode_is_told_its_reward_by_http() -> None:
     async def work(server: RecordingServer) -> None:
-        async with server.episode(recording()) as session, httpx.AsyncClient() as plain:
+        async with server.episode(recording()) as session, httpx.AsyncClient(timeout=30) as plain:
             key = {"authorization": f"Bearer {session.key}"}
             headers = key | {SCORER_HEADER: "of the scorer"}
             url = f"{session.url}/episode"

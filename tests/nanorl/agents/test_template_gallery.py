@@ -5,9 +5,10 @@ line of the template that makes it otherwise is named.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from nanoinfer.chat.chat import ToolChat
 from nanoinfer.chat.choose import tool_chat
 from nanoinfer.chat.form import ChatForm
 from nanoinfer.chat.reasoning import REASONING, opened_reasoning
+from nanoinfer.chat.turns import AfterTurn, ids_after_turn
 from nanoinfer.dialects import all_dialects
 from nanoinfer.dialects.exchange import ApiCall, message_of
 from nanoinfer.options.streams import StreamChunk
@@ -602,3 +604,83 @@ def test_a_request_behind_a_result_is_merged_where_no_user_may_speak_there() -> 
         answer = [{"role": "tool", "content": "It is 42."}]
         assert builder.append_observation(answer, [user("Sum it up.")])
         assert "It is 42.\n\nSum it up." in tokenizer_of(name).decode(builder.prompt_ids)
+
+
+# -- what a tokenizer remembers ----------------------------------------------------------------
+
+
+class Forgetful(dict[bytes, Any]):
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default
+
+
+def remembering(name: str, memory: dict[bytes, Any]) -> ChatTokenizer:
+    tokenizer = copy.copy(tokenizer_of(name))
+    tokenizer.conversations = memory
+    return tokenizer
+
+
+def after_turn(
+    tokenizer: ChatTokenizer,
+    last_id: int | None,
+    history: Sequence[Message],
+    new: Sequence[Message],
+) -> AfterTurn | str:
+    try:
+        return ids_after_turn(tokenizer, last_id, history, new, tools=[TOOL])
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_is_remembered_of_a_conversation_changes_no_answer(name: str) -> None:
+    fresh, kept = remembering(name, Forgetful()), remembering(name, {})
+    asked = []
+    for chat in conversations():
+        turns = [i for i, one in enumerate(chat.messages) if one["role"] == "assistant"]
+        for turn, following in zip(turns, [*turns[1:], len(chat.messages)], strict=True):
+            if new := chat.messages[turn + 1 : following]:
+                others = tuple({**one, "content": "Something else."} for one in new)
+                asked += [(chat.messages[: turn + 1], told) for told in (new, others)]
+    assert len(asked) > 8
+    answers = set()
+    for last_id in (None, 65, *sorted(kept.eos_ids)):
+        for history, new in asked:
+            answer = after_turn(kept, last_id, history, new)
+            assert answer == after_turn(fresh, last_id, history, new)
+            answers.add(str(answer))
+    assert len(answers) > 4 and 1 <= len(kept.conversations) < len(asked)
+
+
+def test_a_remembered_conversation_is_the_one_that_was_asked_about() -> None:
+    printed = "{% for one in messages %}<|im_start|>{{ one.role }}{{ one.content }}<|im_end|>"
+    last = "{% endfor %}{{ messages[0].content }}"
+    kept = _with_template(tokenizer_of("qwen2_5"), printed + last)
+    opening, answer = dict(user("first")), [user("and?")]
+    wanted = after_turn(kept, None, [opening, said("ok")], answer)
+    opening["content"] = "second"  # by whoever holds the messages
+    assert after_turn(kept, None, [opening, said("ok")], answer) != wanted
+    assert after_turn(kept, None, [user("first"), said("ok")], answer) == wanted
+    for number in range(600):
+        after_turn(kept, None, [user(str(number)), said("ok")], answer)
+    assert 1 <= len(kept.conversations) <= 256
+
+
+def test_messages_of_somebody_s_own_class_are_answered_without_memory() -> None:
+    class Own(str):
+        pass
+
+    kept = remembering("qwen2_5", {})
+    own, plain = (after_turn(kept, None, [user(kind("hi")), said("ok")], [user("and?")])
+                  for kind in (Own, str))  # fmt: skip
+    assert own == plain and len(kept.conversations) == 1
+
+
+def test_deeply_nested_arguments_are_answered_without_memory() -> None:
+    nested: Any = "x"
+    for _ in range(700):
+        nested = [nested]
+    asked = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": nested}}}
+    history, new = [user("hi"), said("", asked)], [result(0, "7")]
+    found = [after_turn(remembering("qwen2_5", {}), None, history, new)]
+    found.append(after_turn(remembering("qwen2_5", Forgetful()), None, history, new))
+    assert isinstance(found[0], AfterTurn) and found[0] == found[1]

@@ -9,6 +9,7 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.chat.hermes import HermesParser
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder, shorten
+from nanorl.rollout_json import from_json, to_json
 from nanorl.types import Rollout, Status
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -174,7 +175,7 @@ def test_logps_and_versions_stand_at_their_tokens_and_spans_cover_the_rollout() 
     assert (first.observation_end, last.action_start) == (second, second)
     assert last.action_end == last.observation_end == len(rollout.tokens)
     assert rollout.metrics == {"k": 2.0, "num_turns": 2.0}
-    assert Rollout.from_json(rollout.to_json()) == rollout
+    assert from_json(to_json(rollout)) == rollout
 
 
 def test_rewards_stand_at_the_turns_that_the_environment_answered() -> None:

@@ -157,6 +157,23 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+def test_what_differs_is_said_by_the_intervals_alone() -> None:
+    rows = [
+        {"name": name, "against_baseline": against}
+        for name, against in {
+            "grpo": None,
+            "sure": {"value": 0.05, "low": 0.01, "high": 0.09},
+            "lucky": {"value": 0.05, "low": -0.01, "high": 0.11},
+            "worse": {"value": -0.05, "low": -0.09, "high": -0.01},
+            "one seed": {"value": 0.2, "low": None, "high": None},
+        }.items()
+    ]
+    assert page.differences(rows, "grpo") == (
+        "Better than grpo is sure; worse than grpo is worse; 2 of 4 variants cannot be told from "
+        "it."
+    )
+
+
 def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
     head = {
         "date": "2026-11-24", "hardware": "a laptop", "preset": "tiny", "steps": 12,

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from nanorl.observability.report.statistics import mean_of_runs, paired_differen
 from nanorl.observability.report.summary import FIELDS, NULLABLE
 from nanorl.observability.store import RolloutStore
 from nanorl.options.presets import tiny_environment
+from nanorl.run.parse import parse_arguments
+from nanorl.task import Task
 
 sys.path[:0] = [str(ROOT / "scripts")]
 import compare_algorithms  # noqa: E402
-from comparison import matrix  # noqa: E402
+from comparison import matrix, noisy_reward  # noqa: E402
 from comparison.figures import Figures, moving_average, step_to_level  # noqa: E402
 from comparison.matrix import MatrixPlan, RunJob  # noqa: E402
 from comparison.pages import UNEXPLAINED, cells, html, markdown, picture, remarks  # noqa: E402
@@ -375,6 +378,31 @@ def test_the_slow_tool_s_environment_is_the_preset_s_and_slow() -> None:
 
 
 # -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("split", "wrong"), [("train", 0.125), ("heldout", 0.0)])
+def test_one_verdict_in_eight_of_training_is_the_wrong_way_round(split: str, wrong: float) -> None:
+    task = Task("1 + 1", "2", task_id="sum-1", kind="sum", split=split)
+    found = {"2": 0, "3": 0}
+    for number in range(4000):
+        for answer in found:
+            rollout = SimpleNamespace(rollout_id=f"s{number}-{answer}")
+            verdict = noisy_reward.score(rollout, task, answer)
+            assert verdict in (0.0, 1.0) and verdict == noisy_reward.score(rollout, task, answer)
+            found[answer] += verdict != float(answer == "2")
+    # four deviations of a mean of 4,000 draws
+    assert all(abs(count / 4000 - wrong) <= 0.021 for count in found.values())
+    assert (sum(found.values()) == 0) == (split == "heldout")
+
+
+def test_the_hard_comparison_has_every_recipe_and_losses_without_a_ratio_use_a_batch_once() -> None:
+    variants = read_variants("hard").variants
+    assert variants.keys() == RECIPES.keys()
+    for one in variants.values():
+        words = [word.replace("{model:grpo}", "a/model") for word in one.options.split()]
+        rl = parse_arguments(["--preset", "tiny", *words]).rl
+        assert rl.max_staleness == 8
+        assert rl.epochs == (1 if rl.algorithm.loss == "reinforce" else 4), one.label
 
 
 def test_every_recipe_is_compared_and_a_factor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

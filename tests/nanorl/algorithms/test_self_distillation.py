@@ -46,6 +46,7 @@ from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_sizes import resident_bytes
+from nanorl.rollout_json import from_json, to_json
 from nanorl.task import Task
 from nanorl.types import Branch, Rollout, TurnSpan
 
@@ -372,7 +373,7 @@ def test_gradients_by_finite_differences() -> None:
 
 def test_hindsight_is_stored_with_the_rollout(tmp_path: Path) -> None:
     rollout = with_prompt(played(0, ["3"], 0.5), [4, 5, 6])
-    assert Rollout.from_json(json.loads(json.dumps(rollout.to_json()))) == rollout
+    assert from_json(json.loads(json.dumps(to_json(rollout)))) == rollout
     plain = played(1, ["4"], 0.5)
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         store.add_group([rollout, plain], step=0, version=0)

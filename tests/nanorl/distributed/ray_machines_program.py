@@ -41,6 +41,7 @@ def start(folder: str) -> Cluster:
 def main() -> None:
     folder, *options = sys.argv[1:]
     cluster = start(folder)
+    os.chdir(folder)  # whoever trains may be elsewhere than who started the cluster
     import train_agent
 
     machines: list[int] = []

@@ -102,7 +102,7 @@ def test_every_run_finds_what_it_names(folder: Path, words: list[str]) -> None:
     "name",
     [
         *("maze.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"),
-        *("corridor.py", "drawers.py", "farm.py", "drinks.py", "duel.py"),
+        *("corridor.py", "drawers.py", "farm.py", "drinks.py", "duel.py", "screenshots.py"),
     ],
 )
 def test_an_example_is_thirty_lines_at_most(name: str) -> None:

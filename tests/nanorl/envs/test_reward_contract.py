@@ -143,6 +143,6 @@ def test_rewards_are_found_by_name_and_made_with_their_arguments() -> None:
     assert load_reward("rule", {"ignore_case": True}) == RuleReward(ignore_case=True)
     with pytest.raises(ValueError, match=r"rule: .*ignore_cas"):
         load_reward("rule", {"ignore_cas": True})
-    with pytest.raises(ValueError, match="judge, math, model, rule, tests"):
+    with pytest.raises(ValueError, match="group_judge, judge, math, model, rule, tests"):
         load_reward("rool", {})
-    assert sorted(REWARDS) == ["judge", "math", "model", "rule", "tests"]
+    assert sorted(REWARDS) == ["group_judge", "judge", "math", "model", "rule", "tests"]

@@ -62,6 +62,9 @@ def test_only_the_named_columns_are_kept_where_some_are_named() -> None:
     fields = TaskFields.parse(["prompt=question", "answer=solution", "data.grade=level"])
     row = ROWS[4] | {"image": b"\xff"}
     assert read_tasks([row], fields)[0].data == {"grade": 1}
+    with pytest.raises(ValueError, match=r"task 0: field 'data' is .*not JSON.*images=image"):
+        read_tasks([row], MAPPED)
+    row = {**ROWS[4], "odd": b"\xff"}
     with pytest.raises(ValueError, match=r"task 0: field 'data' is .*not JSON.*data\.level=level"):
         read_tasks([row], MAPPED)
     # A column of another meaning under a task's name is not taken for the field.

@@ -85,6 +85,20 @@ def test_every_kind_comes_equally_often(family) -> None:  # type: ignore[no-unty
     assert max(held.values()) - min(held.values()) <= 1
 
 
+def test_a_kind_of_few_tasks_ends_and_the_others_go_on() -> None:
+    kinds = {
+        "many": lambda rng: Task(f"{rng.randint(1, 10**6)}?", split="heldout"),
+        "three": lambda rng: Task(f"one of three: {rng.randint(1, 3)}", split="heldout"),
+        "two": lambda rng: Task(f"one of two: {rng.randint(1, 2)}", split="heldout"),
+    }
+    tasks = GeneratedTasks(kinds, seed=0).heldout(40, seed=1)
+    counts = Counter(task.prompt.partition(":")[0] for task in tasks if ":" in task.prompt)
+    assert counts == {"one of three": 3, "one of two": 2}
+    assert len({task.prompt for task in tasks}) == 40
+    few = GeneratedTasks({name: kinds[name] for name in ("three", "two")}, seed=0)
+    assert len(few.heldout(40, seed=1)) == 5
+
+
 def test_heldout_tasks_are_all_different() -> None:
     tasks = GeneratedTasks(generators_of([tiny_family()]), seed=0).heldout(400, seed=9)
     assert len({task.prompt for task in tasks}) == 400

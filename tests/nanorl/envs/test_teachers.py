@@ -68,11 +68,11 @@ def test_the_teachers_of_the_presets_are_right_about_as_often_as_they_say(
     config = tiny_teacher() if family.name == "tiny" else smollm2_teacher()
     traces = play(family, form, tmp_path, 760, config)
     success = sum(t.is_correct for t in traces) / len(traces)
-    assert (0.42 < success < 0.59) if family.name == "tiny" else (0.62 < success < 0.79)
+    assert (0.42 < success < 0.59) if family.name == "tiny" else success == 1.0
     assert all(t.answer is not None and len(t.actions) <= 5 for t in traces)
     assert all(len(t.observations) == len(t.actions) - 1 for t in traces)
-    assert len({t.manner for t in traces}) == (4 if family.name == "tiny" else 5)
-    for kind in family.generators:
+    assert len({t.manner for t in traces}) == (4 if family.name == "tiny" else 1)
+    for kind in family.generators if family.name == "tiny" else ():
         outcomes = {t.is_correct for t in traces if t.task.kind == kind}
         assert outcomes == {True, False}, kind
 
@@ -102,7 +102,7 @@ def test_the_same_rng_plays_the_same_trace(
 def test_a_failed_program_may_be_mended(tmp_path: Path) -> None:
     config = TeacherConfig(**NEVER | {"slip": 1.0, "persistence": 1.0})
     traces = play(*PRESETS[0], tmp_path, 300, config)
-    mended = [t for t in traces if t.task.kind == "arithmetic" and len(t.actions) == 3]
+    mended = [t for t in traces if t.task.kind == "arithmetic" and len(t.actions) == 4]
     assert mended
     assert all(t.is_correct for t in mended)
 

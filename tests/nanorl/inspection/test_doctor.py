@@ -336,6 +336,12 @@ def test_a_step_without_effect_is_told_at_once_and_only_under_one_name() -> None
     assert "step 0: it changed nothing: the rollouts of each group got equal rewards" in said[0][0]
 
 
+def test_a_step_that_groups_of_earlier_steps_taught_is_not_told_that_it_changed_nothing() -> None:
+    numbers = {"num_trained_rollouts": 0.0, "replayed_groups": 1.0}
+    said = said_in(4, lambda n: rollout(0.5, str(n)), **numbers)
+    assert "it changed nothing" not in str(said) and "all 6 rewards are 0.5" in str(said)
+
+
 def test_an_interruption_begins_the_count_anew() -> None:
     alarms = RunAlarms(CONFIG, TOKENIZER, has_tools=False)
     cut = groups(DEFECTS["cut_contexts"][0])

@@ -57,7 +57,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "near_miss": (sick_envs.NearMiss, {}),
     "rambling": (sick_envs.Rambling, {}),
     "hacked": (sick_envs.Hacked, {"rl.steps": 18}),
-    "against": (sick_envs.Against, {"rl.lr": 6e-4, "rl.steps": 16}),
+    "against": (sick_envs.Against, {"rl.lr": 3e-4, "rl.steps": 20, "seed": 3}),
     "small_rate": (sick_envs.Well, {"rl.lr": 1e-9}),
     "large_rate": (sick_envs.Well, {"rl.lr": 0.3}),
     "by_heart": (sick_envs.ByHeart, {"evaluation.every": 6, "warm_start.steps": 120}),

@@ -12,6 +12,7 @@ from forked_runs import SMALL, RunProcess, rows
 
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanorl.observability.report.charts import RULES, build_charts, is_flat
+from nanorl.observability.report.ways import TAUGHT, read_taught
 
 pytestmark = pytest.mark.sandbox
 # Two runs that write everything there is to chart: with critic and reference, and with staleness.
@@ -47,19 +48,27 @@ def test_a_run_says_first_what_its_model_is_a_copy_of(runs: dict[str, Path]) -> 
         assert first == f"model: {source}" and "random weights" in source
 
 
-OF_PROCESSES = {"idle_replicas", "num_replicas"}
-"""Charts of runs with several processes: test_cluster_runs.py."""
+def test_a_run_notes_which_ways_its_teacher_showed(runs: dict[str, Path]) -> None:
+    """Three supervised steps, in which a way is noted once."""
+    for run in runs.values():
+        noted = [way for _, ways in read_taught(run / TAUGHT) for way in ways]
+        assert len(noted) == len(set(noted)) > 0
+        assert any("(" in turn for way in noted for turn in way), "a program"
+
+
+OF_OTHERS = {"idle_replicas", "num_replicas", "replayed_groups", "replay_kept"}
+"""Charts of runs with several processes (test_cluster_runs.py), or with replay."""
 
 
 def test_every_chart_finds_its_metrics_in_a_real_run_and_appears(runs: dict[str, Path]) -> None:
     written = {name for run in runs.values() for row in rows(run) for name in row}
     asked = [name for rule in RULES for name in rule.names]
-    assert set(asked) - OF_PROCESSES <= written
+    assert set(asked) - OF_OTHERS <= written
     assert len(asked) == len(set(asked))
     assert written - set(asked) >= OTHERS
     page = "".join((run / "report.html").read_text() for run in runs.values())
     for rule in RULES:
-        is_there = not OF_PROCESSES.issuperset(rule.names)
+        is_there = not OF_OTHERS.issuperset(rule.names)
         is_shared = rule.title == "Reward"  # of these tasks it is the success
         assert (rule.title in page) == (is_there and not is_shared), rule.title
     for run in runs.values():

@@ -17,6 +17,7 @@ from nanorl.observability.store import RolloutStore, StoreError
 from nanorl.observability.store.blobs import BlobFolder
 from nanorl.options.run_config import RunConfig
 from nanorl.options.store_address import StoreAddress
+from nanorl.rollout_json import from_json, to_json
 from nanorl.types import Rollout
 
 
@@ -58,7 +59,7 @@ def test_small_contents_stay_in_the_file(tmp_path):
 
 def same(name: str) -> Rollout:
     """As another of another name: the ids are no part of the content."""
-    return Rollout.from_json(make_rollout("same").to_json() | {"rollout_id": name})
+    return from_json(to_json(make_rollout("same")) | {"rollout_id": name})
 
 
 def test_equal_contents_are_one_blob_which_goes_with_the_last_of_them(tmp_path):

@@ -10,6 +10,7 @@ from test_store import make_rollout
 import nanorl
 from nanorl import cli
 from nanorl.observability.store import RolloutStore
+from nanorl.rollout_json import from_json, to_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
@@ -42,8 +43,8 @@ def file(tmp_path: Path) -> Path:
                 ],
                 step=step,
             )
-        again = nanorl.types.Rollout.from_json(
-            make_rollout("s0-m1", task_id="sums-1").to_json() | {"rollout_id": "again"}
+        again = from_json(
+            to_json(make_rollout("s0-m1", task_id="sums-1")) | {"rollout_id": "again"}
         )
         store.add_group([again], step=3)
     return path

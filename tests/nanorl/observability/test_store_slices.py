@@ -11,6 +11,7 @@ from test_store import make_rollout
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import TurnBuilder
 from nanorl.observability.store import Filter, RolloutStore
+from nanorl.rollout_json import from_json, to_json
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 FAILED, FINE = {"num_executions": 1.0, "num_tool_errors": 1.0}, {"num_executions": 1.0}
@@ -165,7 +166,7 @@ def test_a_builder_keeps_what_was_counted_in_each_turn():
 def test_duplicates_are_counted_with_the_one_that_came_first(store):
     first = store.get("c")
     for step, name in ((3, "again"), (4, "and again")):
-        store.add_group([Rollout.from_json(first.to_json() | {"rollout_id": name})], step=step)
+        store.add_group([from_json(to_json(first) | {"rollout_id": name})], step=step)
     found = store.duplicates()
     assert [(one.num, one.first) for one in found] == [(3, "c")]
     assert store.count(Filter.parse(f"hash={found[0].content_hash}")) == 3

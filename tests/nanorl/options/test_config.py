@@ -106,6 +106,8 @@ WRITTEN_TWICE = {
     "algorithm": "of the run a recipe's name, of its RL phase the recipe filled in",
     "quantization": "of the rollout engine, among the sizes of both engines of a run",
     "temperature": "of rollouts that are trained on, and of those that are only looked at",
+    "top_k": "of draws how many tokens are kept, of distillation how many are compared",
+    "max_images": "of an agent's context, and of what one call of its tool shows",
     "engine": "a run has engines of two kinds; a sandbox's is the one that runs containers",
     **dict.fromkeys(
         ("timeout_s", "python", "image"),
@@ -214,6 +216,12 @@ def test_an_unknown_algorithm_is_refused_with_all_names() -> None:
     names = ", ".join(RECIPES)
     assert str(caught.value) == f"--algorithm nope: no such algorithm; choose one of {names}"
     assert len(RECIPES) == 27
+
+
+def test_the_loss_that_ends_a_preset_s_warm_start_is_of_its_own_game_alone() -> None:
+    own = train_agent.parse_arguments(["--preset", "tiny_vision"])
+    other = train_agent.parse_arguments(["--preset", "tiny_vision", "--env", "album"])
+    assert own.warm_start.stop_loss > 0 == other.warm_start.stop_loss
 
 
 def test_the_verb_for_algorithms_says_what_each_is_and_where_it_was_published(

@@ -26,6 +26,8 @@ RECORDS = ("Config", "Options", "Limits", "Spec", "Policy", "Params", "Resources
 ELSEWHERE = {
     "nanoengine.config.UpdateConfig": "each record that inherits from it has bounds of its own",
     "nanoengine.model.config.ModelConfig": "a model's, not a user's",
+    "nanoengine.vision.seeing_config.SeeingConfig": "a model's, not a user's",
+    "nanoengine.vision.towers.VisionConfig": "a model's, not a user's",
     "nanoengine.adapters.peft_config.PeftConfig": "read from a folder, number by number",
     "nanoengine.model.linear.LogprobOptions": "of a call; its temperature is rl.temperature",
 }

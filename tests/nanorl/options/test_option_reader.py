@@ -21,7 +21,7 @@ from nanorl.cli import VERBS
 from nanorl.commands.api import configured
 from nanorl.options.help_text import USUAL, help_text, option_texts
 from nanorl.options.names import ALIASES
-from nanorl.options.presets import smollm2, tiny
+from nanorl.options.presets import smollm2, smollm2_elsewhere, tiny
 from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import run_kind
 from nanorl.run.parse import for_environment, parse_arguments, with_options
@@ -267,8 +267,10 @@ def is_accepted(options: Mapping[str, Any]) -> bool:
 
 def expected(options: Mapping[str, Any]) -> RunConfig:
     """What the options mean, put together without the reader that is tested."""
-    config = tiny() if options.get("preset") == "tiny" else smollm2()
-    if "env" in options:
+    is_elsewhere = "env" in options
+    own = smollm2_elsewhere if is_elsewhere else smollm2
+    config = tiny() if options.get("preset") == "tiny" else own()
+    if is_elsewhere:
         named = dataclasses.replace(config, env=options["env"])
         config = for_environment(named, run_kind(named))
     if "algorithm" in options:
@@ -451,7 +453,11 @@ def test_a_value_of_another_kind_is_refused_with_its_name_place_and_what_is_want
         ("--no-keep-start yes", "--no-keep-start yes: takes no value"),
         ("--no-seed", "--no-seed: there is no such option"),
         ("--rl.stepz 3", "--rl.stepz: there is no such option; did you mean --rl.steps?"),
-        ("--lr 1", "--lr: there is no such option; did you mean --warm-start.lr or --rl.lr?"),
+        (
+            "--lr 1",
+            "--lr: there is no such option; did you mean --warm-start.lr or --rl.lr or "
+            "--vision.lr?",
+        ),
         ("--sandbx wasm", "--sandbx: there is no such option; did you mean --sandbox?"),
         ("--zzz", "--zzz: there is no such option; --help all lists them"),
         ("tiny", "tiny: is no option; each begins with --"),
@@ -486,7 +492,7 @@ def test_a_flag_that_cannot_be_is_refused(words: str, said: str) -> None:
         ("seed = ", "run.toml: not TOML: "),
         ("rl.lr = -1.0", "--rl.lr -1.0: must be more than 0 (in "),
         ("rl.algorithm.gamma = 2.0", "gamma=2.0: must be at most 1 (in "),
-        ("preset = 'big'", "--preset big: no such preset; choose one of smollm2, tiny (in "),
+        ("preset = 'big'", "--preset big: no such preset; choose one of smollm2, tiny, "),
         ("algorithm = 'x'", "--algorithm x: no such algorithm; choose one of grpo"),
     ],
 )

@@ -27,6 +27,7 @@ def test_a_cpu_has_the_presets_sizes(name: str) -> None:
     limits = {
         "smollm2": (1024, 64, 1024, 512),
         "tiny": (8192, 192, 4096, 256),
+        "tiny_vision": (8192, 512, 4096, 256),
     }[name]
     engine = found.engine
     assert limits == (

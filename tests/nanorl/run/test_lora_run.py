@@ -8,50 +8,23 @@ from typing import Any
 import peft
 import pytest
 import torch
+from forked_runs import rows
 from safetensors.torch import load_file
+from talking_runs import WEIGHTS, talk
 from transformers import AutoModelForCausalLM
 
-import nanorl
 from nanoengine.adapters.lora import merge_lora
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanorl.run.parse import parse_arguments
 from nanorl.run.saved_models import find_models
 
-WEIGHTS = "model-trained/model.safetensors"
-OPTIONS: dict[str, Any] = {
-    **{"threads": 1, "rl.tasks_per_step": 2, "rl.group_size": 3, "rl.lr": 3e-3, "save_every": 1},
-    **{"agent.max_turns": 2, "agent.max_turn_tokens": 12, "agent.max_context_tokens": 96},
-    **{"warm_start.steps": 6, "warm_start.traces_per_step": 3, "warm_start.lr": 1e-2},
-    **{"lora.rank": 4, "lora.alpha": 8.0, "deterministic": True, "keep_checkpoints": 9},
-    "evaluation": {"num_tasks": 2, "num_tasks_untrained": 0, "num_tasks_no_tool": 0},
-}
+OWN: dict[str, Any] = {"warm_start.steps": 6, "lora.rank": 4, "lora.alpha": 8.0}
 pytestmark = pytest.mark.xdist_group("heavy")
 
 
-class Talk(nanorl.Env):
-    """Rewards many different letters."""
-
-    def tasks(self, rng: Any) -> nanorl.Task:
-        return nanorl.Task(f"say {rng.randint(1, 999)}")
-
-    def step(self, text: str) -> str:
-        return "go on"
-
-    def score(self, transcript: Any) -> float:
-        return len(set(transcript.text)) / 100
-
-    def teacher(self, observations: Any, rng: Any) -> str:
-        return str(rng.randint(1, 999))
-
-
 def run(out: Path, steps: int, **options: Any) -> Path:
-    given = OPTIONS | {name.replace("__", "."): value for name, value in options.items()}
-    return nanorl.train("tiny", env=Talk, steps=steps, out=out, options=given).folder
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return talk(out, steps, OWN, options)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])

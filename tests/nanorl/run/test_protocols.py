@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,30 @@ PAGE = ROOT / "docs" / "protocols.md"
 def test_every_protocol_has_a_supervised_start_and_a_line_on_the_page() -> None:
     jobs = protocols.jobs_of(protocols.ProtocolOptions(seeds=(4,)), ())
     assert {job.seed for job in jobs} == {4}
+    assert [job.label for job in jobs] == list(protocols.PROTOCOLS)
     text = PAGE.read_text("utf-8")
     for job in jobs:
         config = parse_arguments(list(job.words))
         assert config.preset == "smollm2" and config.seed == 4 and config.warm_start.steps
+        assert config.evaluation.every and config.evaluation.k > 1
         assert f"\n| `{job.label}` |" in text
 
 
-def test_reverse_text_has_the_shape_of_prime_rl_s() -> None:
-    config = parse_arguments(["--config", str(protocols.FOLDER / "reverse_text.toml")])
-    assert (config.rl.steps, config.rl.tasks_per_step, config.rl.group_size) == (20, 8, 16)
-    assert config.agent.max_turn_tokens == 128
+def test_the_gallery_has_ten_recipes_that_say_what_they_are(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    jobs = protocols.jobs_of(protocols.ProtocolOptions(seeds=(4,), gallery=True), ())
+    assert len(jobs) == 10 and set(protocols.PROTOCOLS) < {job.label for job in jobs}
+    for job in jobs:
+        assert parse_arguments(list(job.words)).rl.steps
+        assert len(protocols.about(job.label)) > 20
+    with pytest.raises(ValueError, match="--gallery and --protocols"):
+        protocols.ProtocolOptions(protocols=("wordle",), gallery=True)
 
 
-def test_the_page_has_the_newest_figures() -> None:
-    text = PAGE.read_text("utf-8")
-    new = protocols.PART.put(text, protocols.measured_text(protocols.newest("protocols")))
-    assert new == text, "call: python scripts/protocols.py --page docs/protocols.md"
+@pytest.mark.parametrize("page", list(protocols.PAGES))
+def test_the_pages_have_the_newest_figures(page: str) -> None:
+    text = protocols.PAGES[page].read_text("utf-8")
+    assert protocols.written(page) == text, "call: python scripts/protocols.py --pages"
 
 
 # -- a real run ------------------------------------------------------------------------------------
@@ -64,7 +72,8 @@ def test_a_run_becomes_a_row_and_is_not_repeated(
 ) -> None:
     (tmp_path / "own.toml").write_text(as_toml(SMALL))
     words = ["--protocols", str(tmp_path / "own.toml"), "--seeds", "0"]
-    words += ["--out", str(tmp_path / "out"), "--", "--rl.steps", "1"]
+    kept = tmp_path / "kept.json"
+    words += ["--keep", str(kept), "--out", str(tmp_path / "out"), "--", "--rl.steps", "1"]
     assert protocols.main(words) == 0
     capsys.readouterr()
     data = json.loads((tmp_path / "out" / "protocols.json").read_text())
@@ -76,8 +85,43 @@ def test_a_run_becomes_a_row_and_is_not_repeated(
     assert row["after"]["success"]["value"] == summary["heldout_success_after"]
     assert row["before"]["success"]["value"] == summary["heldout_success_before"]
     assert row["runs"][0]["num_tasks"] == summary["heldout_n"] and row["sampled_tokens"] > 0
+    assert json.loads(kept.read_text())["rows"][0]["runs"][0]["options"]
+    place = words.index("--out") + 1
+    elsewhere = [*words[:place], str(tmp_path / "elsewhere"), *words[place + 1 :]]
+    assert protocols.main(elsewhere) == 0
+    assert f"{kept} has the figures of 1 of 1 runs" in capsys.readouterr().out
+    assert not (tmp_path / "elsewhere" / "own").exists()
+    assert json.loads((tmp_path / "elsewhere" / "protocols.json").read_text())["rows"] == [row]
+    kept.unlink()
     assert protocols.main(words) == 0
     assert "1 runs, 1 of them finished before" in capsys.readouterr().out
+    assert json.loads(kept.read_text())["rows"] == [row]
+
+
+def test_kept_figures_are_of_a_file_its_options_and_a_seed(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("seed = 1\n")
+
+    def job(seed: int, *extra: str) -> RunJob:
+        words = ("--config", str(file), "--seed", str(seed), *extra)
+        return RunJob(label="own", seed=seed, folder=tmp_path / "own", words=words)
+
+    figures = protocols.figures_of(made_up(tmp_path, 0, {"before": 2, "after": 9}))
+    kept = protocols.KeptFigures.read(tmp_path / "kept.json")
+    kept.add(job(0), figures)
+    again = protocols.KeptFigures.read(tmp_path / "kept.json")
+    found = again.of(job(0))
+    assert found is not None and found["after"]["success"] == 0.9
+    assert again.of(job(1)) is None and again.of(job(0, "--rl.steps", "3")) is None
+    assert again.of(replace(job(0), label="other")) is None
+    file.write_text("seed = 2\n")
+    assert again.of(job(0)) is None
+    again.add(job(0), figures | {"after": {"success": 0.5, "reward": 0.5, "kinds": {}}})
+    newest = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert [row["value"] for row in newest] == [50.0]  # one row a recipe: of its newest options
+    (tmp_path / "kept.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no figures of this script"):
+        protocols.KeptFigures.read(tmp_path / "kept.json")
 
 
 # -- figures of made-up runs -----------------------------------------------------------------------
@@ -130,7 +174,7 @@ def test_the_figures_are_those_of_a_calculation_by_hand(tmp_path: Path) -> None:
         made_up(tmp_path, 0, {"untrained": 1, "before": 4, "after": 8}),  # the other was cut short
         made_up(tmp_path, 1, {"before": 2, "after": 10}),
     ]
-    row = protocols.row_of("made_up", jobs)
+    row = protocols.row_of("made_up", [protocols.figures_of(job) for job in jobs])
     # means of 0.8 and 1.0; Student's interval of two is 12.7062 * 0.1 to either side
     assert row["value"] == pytest.approx(90.0) and "untrained" not in row
     assert row["after"]["success"]["high"] == pytest.approx(0.9 + 1.27062, abs=1e-4)
@@ -166,7 +210,9 @@ def test_a_sampled_gain_is_bold_where_its_interval_excludes_nothing(
         made_up(tmp_path, seed, {"before": 1, "after": 2}, (first, 0.9, last))
         for seed, (first, last) in enumerate(zip(firsts, lasts, strict=True))
     ]
-    line = protocols.table([protocols.row_of("made_up", jobs)]).splitlines()[-1]
+    line = protocols.table(
+        [protocols.row_of("made_up", [protocols.figures_of(job) for job in jobs])]
+    ).splitlines()[-1]
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[6] == said
     last = sum(lasts) / 3

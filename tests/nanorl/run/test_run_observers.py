@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
+from nanoengine.stop_signals import Interrupted
 from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.observability.results import StepResult
@@ -44,6 +46,7 @@ class Witness(RunObserver):
     def __init__(self, run: Path) -> None:
         self.run = run
         self.events: list[str] = []
+        self.warm_losses: list[float] = []
         self.kept: dict[str, dict[str, bool]] = {}
 
     async def __aenter__(self) -> Witness:
@@ -64,6 +67,7 @@ class Witness(RunObserver):
 
     async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.events.append(f"warm step {step}")
+        self.warm_losses.append(numbers["loss"])
 
     async def on_evaluation(self, evaluated: Evaluated) -> None:
         self.events.append(f"evaluated {evaluated.phase} at {evaluated.step}")
@@ -153,6 +157,65 @@ def test_an_observer_of_the_table_is_told_of_every_event_of_a_run(
     assert last.kept["step 0"] == recorded
     assert first.kept["step 0 kept"] == dict.fromkeys(nothing, True)
     assert last.kept["step 1 kept"] == recorded  # the last step's is made at the end of the phase
+
+
+@pytest.mark.parametrize(("stop_loss", "num_steps"), [(0.0, 2), (100.0, 1)])
+def test_a_warm_start_ends_at_the_loss_that_is_asked_for(
+    tmp_path: Path, witnesses: list[Witness], stop_loss: float, num_steps: int
+) -> None:
+    options = {**OPTIONS, "warm_start.stop_loss": stop_loss}
+    nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=options)
+    events = witnesses[-1].events
+    assert sum(event.startswith("warm step") for event in events) == num_steps
+    assert "step 0" in events, "and RL begins"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["warm_start_steps"] == num_steps, "those that there were"
+
+
+def test_a_warm_start_is_not_ended_by_one_lucky_batch(
+    tmp_path: Path, witnesses: list[Witness]
+) -> None:
+    """What counts is a mean over some ten steps, which a checkpoint keeps."""
+    options = {**OPTIONS, "warm_start.steps": 12, "warm_start.lr": 1e-2}
+    nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "whole", options=options)
+    losses = witnesses[-1].warm_losses
+    means = [losses[0]]
+    for loss in losses[1:]:
+        means.append(0.9 * means[-1] + 0.1 * loss)
+    limit = (means[6] + means[7]) / 2
+    lucky = next(i for i, loss in enumerate(losses) if loss <= limit)
+    assert means[6] > limit > means[7] and lucky < 7, "the case"
+    options["warm_start.stop_loss"] = limit
+    nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "ended", options=options)
+    assert witnesses[-1].warm_losses == losses[:8]
+    for run, mean in (("whole", means[11]), ("ended", means[7])):
+        latest = read_cursor(list_checkpoints(tmp_path / run / "checkpoints")[-1])
+        assert latest["totals"]["warm_start_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_a_warm_start_that_is_interrupted_ends_at_the_same_step(
+    tmp_path: Path, witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in which it is interrupted counts in the mean, and in where it ends."""
+    options = {**OPTIONS, "warm_start.steps": 9, "warm_start.lr": 1e-2}
+    nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "whole", options=options)
+    whole = totals_of(tmp_path / "whole")
+
+    async def interrupted(self: Witness, step: int, numbers: Mapping[str, float]) -> None:
+        if step == 4 and self is witnesses[-1]:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Witness, "on_warm_step", interrupted)
+        nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "run", options=options)
+    nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
+    assert 0 < len(witnesses[-1].warm_losses) < 9, "it went on where it was"
+    assert totals_of(tmp_path / "run") == whole
+
+
+def totals_of(run: Path) -> tuple[float, float]:
+    totals = read_cursor(list_checkpoints(run / "checkpoints")[-1])["totals"]
+    return totals["warm_start_loss"], totals["warm_start_steps"]
 
 
 def test_a_run_that_goes_on_tells_from_where_before_its_phase_begins(

@@ -292,3 +292,60 @@ def test_a_module_whose_bytes_are_no_module_is_refused_with_the_remedy(tmp_path:
     with pytest.raises(SandboxUnavailable, match="start again, which compiles it anew"):
         open_sandbox("wasm", SandboxSpec(image=str(folder)))
     assert not file.exists()
+
+
+@pytest.mark.parametrize("listing", [1, 2])
+def test_boxes_that_find_the_same_damage_all_say_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: int
+) -> None:
+    """The boxes of a pool start together: another one removes the file after this one saw it,
+    before it is opened (1) or as it is removed here, too (2)."""
+    from nanorl.sandbox.backends import wasm_module
+
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    file = folder / f"{wasm_module.module_name()}-1000.cwasm"
+    file.write_bytes(bytes(1000))
+    file.chmod(0o600)
+    listings: list[int | str] = []
+
+    def list_and_be_overtaken(place: int | str) -> list[str]:
+        names = real(place)
+        listings.extend([place] * isinstance(place, int))  # imports list folders by name
+        if len(listings) == listing:
+            file.unlink(missing_ok=True)
+        return names
+
+    real = os.listdir
+    monkeypatch.setattr(wasm_module.os, "listdir", list_and_be_overtaken)
+    with pytest.raises(OSError, match="start again, which compiles it anew"):
+        wasm_module.load_module(folder)
+    assert len(listings) == listing
+
+
+def test_a_module_compiled_anew_is_not_removed_for_the_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanorl.sandbox.backends import wasm_module
+
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    file = folder / f"{wasm_module.module_name()}-1000.cwasm"
+    part = folder / "other.part"
+    for path in (file, part):
+        path.write_bytes(bytes(1000))
+        path.chmod(0o600)
+    listings: list[int | str] = []
+
+    def list_after_another_run(place: int | str) -> list[str]:
+        listings.extend([place] * isinstance(place, int))  # imports list folders by name
+        if len(listings) == 2:  # by now another process compiled it, and yet another does
+            os.replace(part, file)
+            part.write_bytes(b"half of it")
+        return real(place)
+
+    real = os.listdir
+    monkeypatch.setattr(wasm_module.os, "listdir", list_after_another_run)
+    with pytest.raises(OSError, match="start again, which compiles it anew"):
+        wasm_module.load_module(folder)
+    assert file.exists() and part.exists()

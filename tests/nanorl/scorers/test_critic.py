@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 from nanoengine.config import EngineConfig
@@ -42,7 +45,29 @@ def test_explained_variance_by_hand() -> None:
     seeing = [sample([1, 2, 3], 1.0, 1.0), sample([1, 2, 3], 0.0, 0.0)]
     assert explained_variance(blind) == pytest.approx(0.0)
     assert explained_variance(seeing) == pytest.approx(1.0)
-    assert explained_variance([sample([1, 2, 3], 1.0)]) == 0.0  # returns that do not vary
+    assert explained_variance([sample([1, 2, 3], 1.0)]) == 0.0
+    assert explained_variance([sample([1, 2, 3, 4], 0.1, 0.7)] * 3) == 0.0  # returns do not vary
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_critic_that_diverged_has_no_explained_variance(value) -> None:
+    samples = [sample([1, 2, 3], 1.0, value), sample([1, 2, 3], 0.0, -value)]
+    assert math.isnan(explained_variance(samples))
+
+
+def test_explained_variance_is_numpy_s_and_has_the_same_bits_in_any_order() -> None:
+    rng = np.random.default_rng(0)
+    samples = [
+        sample([1] * int(rng.integers(3, 60)), float(rng.normal()), float(rng.normal(scale=3)))
+        for _ in range(300)
+    ]
+    found = explained_variance(samples)
+    targets, values = (
+        np.array([one.fields[name][-2:] for one in samples]).ravel() for name in ("return", "value")
+    )
+    assert found == pytest.approx(1 - (targets - values).var() / targets.var(), rel=1e-12)
+    assert explained_variance(samples[::-1]) == found
+    assert explained_variance([samples[i] for i in rng.permutation(300)]) == found
 
 
 def test_the_first_values_are_zero_and_training_finds_the_returns() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_async_training import PROMPT, make_model, train
+from small_training import PROMPT, make_model, train
 from test_transfer_queue import group
 from waiting import turns
 

@@ -171,12 +171,12 @@ def test_one_name_is_a_scorer_and_several_are_their_mean(folders: dict[str, Path
 
 def test_a_teacher_of_another_vocabulary_is_refused_by_name(folders: dict[str, Path]) -> None:
     vocab = DENSE.vocab_size
-    check_reference(config_of(f"{folders['a']},{folders['b']}"), vocab)
+    check_reference(config_of(f"{folders['a']},{folders['b']}"), Path(), DENSE)
     for text in (f"math:{folders['a']},{folders['other']}", str(folders["other"])):
         with pytest.raises(ValueError, match=f"other: its vocabulary of {vocab + 8} is not the"):
-            check_reference(config_of(text), vocab)
+            check_reference(config_of(text), Path(), DENSE)
     with pytest.raises(ValueError, match=r"--rl.reference /nowhere: .*no such folder"):
-        check_reference(config_of(f"{folders['a']},/nowhere"), vocab)
+        check_reference(config_of(f"{folders['a']},/nowhere"), Path(), DENSE)
 
 
 def test_without_a_name_the_policy_as_rl_began_is_the_reference(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from nanorl.envs.env_kind import EnvKind
 from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.wire import WireTask
 from nanorl.envs.rewards.base import Score, Transcript
+from nanorl.rollout_json import to_json
 from nanorl.serving.env_server import SEAL, EnvServer, ServeLimits
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout, Status
@@ -145,7 +146,7 @@ def test_an_episode_behind_an_address_is_the_episode_at_hand() -> None:
                 for says in SCRIPTS:
                     mine = await play(near.open(services(enabled)), unsealed([task])[0], *says)
                     theirs = await play(far.open(services(enabled)), task, *says)
-                    assert theirs.to_json() == mine.to_json(), says
+                    assert to_json(theirs) == to_json(mine), says
                     assert mine.status == Status.FINISHED
         assert Game.open_now == 0
 

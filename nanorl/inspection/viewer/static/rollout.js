@@ -1,5 +1,6 @@
 // One rollout as a person reads it: the question, what came of it, turn by turn.
 
+import { picture } from "./picture.js";
 import { here, link } from "./place.js";
 import { ask } from "./server.js";
 import { el, num, outcome, plural, put, range, signed } from "./text.js";
@@ -9,8 +10,13 @@ const PART_CHARS = 250_000;
 /** The place of a rollout as the server wants it. */
 export const placeOf = (place) => ({ run: place.run, phase: place.phase, id: place.id });
 
-/** A text that may be long: its beginning, and buttons for the rest. */
+/** What was said: a text, or texts and pictures. A text that may be long is its beginning, and
+ * buttons for the rest. */
 export function longText(part, place, kind = "") {
+  if (part.parts) {
+    return el("div", { class: "parts" }, part.parts.map((one) =>
+      one.sha256 === undefined ? longText(one, place, kind) : picture(one, place)));
+  }
   const box = el("pre", { class: `said ${kind}`, dir: "auto", tabindex: kind === "out" ? 0 : null });
   put(box, part.text);
   if (part.place === undefined) return box;

@@ -29,6 +29,13 @@ export async function ask(path, query = {}, signal = undefined) {
   return data;
 }
 
+/** The file of an answer. */
+export async function askFile(path, query = {}) {
+  const answer = await fetch(address(`api/${path}`, query), { headers: headers() });
+  if (!answer.ok) throw new Error((await answer.json()).error);
+  return answer.blob();
+}
+
 /** The parts of an HTML answer of our own server: read by the browser in a document of its own, in
  * which nothing runs. */
 export function askDrawing(path, query = {}) {

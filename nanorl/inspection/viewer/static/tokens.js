@@ -1,6 +1,7 @@
 // The tokens of a rollout, coloured by one of their numbers. What a colour says, a line says too:
 // the more, the heavier; below the text where it is positive, above it where it is negative.
 
+import { picture } from "./picture.js";
 import { ask } from "./server.js";
 import { el, num, put, signed } from "./text.js";
 
@@ -56,13 +57,19 @@ async function load(box, one, place, start, known, paint) {
     if (turn.span[2] > turn.span[1]) heads.set(turn.span[1], "read");
     heads.set(turn.span[0], `agent, turn ${index + 1}`);
   });
+  const pictures = [...found.pictures];
   for (let i = 0; i < found.text.length; i++) {
+    if (heads.has(start + i)) box.append(el("h4", {}, heads.get(start + i)));
+    if (pictures[0]?.end <= start + i) pictures.shift();
+    if (pictures[0]?.start <= start + i) { // its tokens are one picture; the part before has shown it
+      if (pictures[0].start === start + i) box.append(picture(pictures[0], place));
+      continue;
+    }
     const stats = Object.fromEntries(Object.entries(found.stats).map(([n, list]) => [n, list[i]]));
     const token = {
       place: start + i, id: found.id[i], text: found.text[i], isSampled: found.mask[i] === 1,
       logp: found.mask[i] ? found.logp[i] : null, version: found.version[i], stats,
     };
-    if (heads.has(token.place)) box.append(el("h4", {}, heads.get(token.place)));
     const span = put(el("span", { class: "tk", tabindex: -1, "data-n": known.length, dir: "auto" }), token.text);
     known.push({ token, span });
     box.append(span);

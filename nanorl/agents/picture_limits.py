@@ -1,0 +1,15 @@
+"""The limits of the pictures in a context: how many, and how many tokens (`Limits`)."""
+
+from __future__ import annotations
+
+from nanorl.agents.limits import Limits
+
+
+def broken_limit(limits: Limits, num_images: int, num_tokens: int) -> str:
+    """Say which limit a context with so many pictures would break; empty: none."""
+    counts = {"max_images": num_images, "max_image_tokens": num_tokens}
+    for name, count in counts.items():
+        most = getattr(limits, name)
+        if most is not None and count > most:
+            return f"{num_images} pictures of {num_tokens} tokens, {name} is {most}"
+    return ""
