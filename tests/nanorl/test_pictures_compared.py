@@ -114,7 +114,7 @@ def test_the_first_difference_of_two_rollouts_may_be_a_picture() -> None:
 
 
 def test_a_replay_says_the_stored_turn_after_the_stored_picture_alone() -> None:
-    turns = StoredTurns(rollout("a", branches=[branch("b")]))
+    turns = StoredTurns(rollout("a", branches=[branch("b")]), eos_ids={7})
     said = [asyncio.run(turns.generate(TOKENS[:6], asked(name))).ids for name in "abc"]
     assert said == [[30, 31], [30, 31], []]
     assert asyncio.run(turns.generate(TOKENS[:6], SamplingParams())).ids == []

@@ -8,7 +8,7 @@ Left out: whether the same seed gives those tokens again; no single policy does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from nanoengine.packing import Sample
 from nanoengine.spans import content_ids
@@ -23,8 +23,8 @@ def versions_of(rollout: Rollout) -> set[int]:
 class StoredTurns:
     """A generator that says what the rollout's policy said after the same tokens."""
 
-    def __init__(self, rollout: Rollout) -> None:
-        self._sequences = rollout.sequences
+    def __init__(self, rollout: Rollout, eos_ids: Collection[int]) -> None:
+        self._sequences, self._eos_ids = rollout.sequences, eos_ids
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         """The stored turn. After tokens that are not stored, an output without any, which ends the
@@ -33,12 +33,15 @@ class StoredTurns:
         for sequence in self._sequences:
             if begin < len(sequence.tokens) and sequence.keys[:begin] == keys:
                 end = _end_of_turn(sequence, begin)
+                # A turn may end by itself with the last token that it was allowed.
+                is_ended = sequence.tokens[end - 1] in params.stop_ids(self._eos_ids)
+                is_cut = not is_ended and end - begin == params.max_tokens
                 return Output(
                     ids=sequence.tokens[begin:end],
                     logps=sequence.logps[begin:end],
                     versions=sequence.versions[begin:end],
                     top_logps=[[(one, 0.0) for one in ids] for ids in sequence.kept[begin:end]],
-                    finish_reason="length" if end - begin == params.max_tokens else "stop",
+                    finish_reason="length" if is_cut else "stop",
                 )
         return Output(ids=[], logps=[], versions=[], finish_reason="length")
 

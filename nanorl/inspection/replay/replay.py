@@ -210,7 +210,7 @@ class SegmentReplay:
         config, then = self._parts.config, self._rollouts[one]
         generator: Generator = roles.generator
         if self._scores[one]:
-            generator = StoredTurns(then)
+            generator = StoredTurns(then, self._parts.tokenizer.eos_ids)
         for _ in range(config.rl.max_retries + 1):
             rollout = await roles.kit.play(
                 task,

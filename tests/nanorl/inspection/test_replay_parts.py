@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from nanoengine.state.fingerprint import fingerprint, folded_sum
+from nanoinfer.params import SamplingParams
 from nanorl.inspection.replay.causes import changed_parts, ranked
 from nanorl.inspection.replay.difference import Difference, first_difference
+from nanorl.inspection.replay.forced import StoredTurns
 from nanorl.inspection.replay.past_run import RL, PastRun, choose
 from nanorl.inspection.replay.tasks import changes
 from nanorl.observability.store import RolloutStore
@@ -90,6 +93,29 @@ def test_status_and_rewards_come_after_the_tokens_the_parts_first() -> None:
     assert found(replace(rollout(), turn_rewards=[0.0, 0.25]))[4] == "of turn 1 0.5"
     nan = replace(rollout(), reward=math.nan)
     assert first_difference(nan, replace(rollout(), reward=math.nan), decode) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "params", "reason"),
+    [
+        (3, {}, "stop"),
+        (2, {}, "length"),
+        (2, {"stop_token_ids": (21,)}, "stop"),
+        (2, {"ignore_eos": True}, "length"),
+    ],
+)
+@pytest.mark.parametrize("end", [21, 30])
+def test_a_turn_that_ends_with_its_last_allowed_token_is_not_cut_off(
+    limit: int, params: dict, reason: str, end: int
+) -> None:
+    """As the engine says it: a token that ends the turn counts before the limit does."""
+    is_ended = end == 30 and not params.get("ignore_eos")
+    stored = rollout()
+    stored.tokens[3] = end
+    turns = StoredTurns(stored, eos_ids=frozenset({30}))
+    said = asyncio.run(turns.generate([5, 6], SamplingParams(max_tokens=limit, **params)))
+    assert said.ids == [20, end]
+    assert said.finish_reason == ("stop" if is_ended else reason)
 
 
 def test_a_changed_task_is_told_field_by_field() -> None:
