@@ -25,7 +25,7 @@ def wait_until(
     any more; `told()` is said then."""
     end_s = time.monotonic() + limit_s
     while not is_so():
-        assert alive(), told()
+        assert alive() or is_so(), told()  # it may have come to be, and its maker have ended since
         assert time.monotonic() < end_s, f"not within {limit_s:g} s: {told()}"
         time.sleep(EVERY_S)
 

@@ -27,6 +27,7 @@ from typing import Any
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240.0  # of any wait, on a loaded machine; a test may take longer, so that this one speaks
 SMALL = (
     *("--preset", "tiny", "--dtype", "fp32", "--threads", "1", "--tool.workers", "1"),
     *("--warm-start.steps", "3", "--warm-start.traces-per-step", "2"),
@@ -96,7 +97,7 @@ class RunProcess:
     def signal(self, number: int = signal.SIGINT) -> None:
         os.kill(self.process.pid, number)  # type: ignore[arg-type]
 
-    def wait(self, timeout_s: float = 120.0) -> int | None:
+    def wait(self, timeout_s: float = LIMIT_S) -> int | None:
         """The exit status; -9 after SIGKILL."""
         self.process.join(timeout_s)
         return self.process.exitcode
@@ -104,10 +105,10 @@ class RunProcess:
     def output(self) -> str:
         return self.log.read_text()
 
-    def await_file(self, path: Path, timeout_s: float = 60.0) -> None:
+    def await_file(self, path: Path, timeout_s: float = LIMIT_S) -> None:
         wait_until(path.exists, timeout_s, alive=self.process.is_alive, told=self.output)
 
-    def await_true(self, is_so: Callable[[], object], timeout_s: float = 120.0) -> None:
+    def await_true(self, is_so: Callable[[], object], timeout_s: float = LIMIT_S) -> None:
         wait_until(is_so, timeout_s, alive=self.process.is_alive, told=self.output)
 
 
