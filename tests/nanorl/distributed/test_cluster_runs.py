@@ -226,19 +226,6 @@ def status(run: Path) -> dict[str, Any]:
         return {}
 
 
-def await_step(process: RunProcess, run: Path, step: int) -> int:
-    """Wait until that step is done; which one is, then."""
-    done = -1
-
-    def is_done() -> bool:
-        nonlocal done
-        done = status(run).get("step", -1)
-        return done >= step
-
-    process.await_true(is_done)
-    return done
-
-
 def scale(run: Path, *arguments: str) -> None:
     assert cli.main(["scale", "--run", str(run), *arguments]) == 0
 
@@ -268,7 +255,8 @@ def test_replicas_come_and_go_while_a_run_trains(
     scale(run, "--remove", "replica-0")
     scale(run, "--replicas", "3")
     assert replicas(run) == ["replica-1", "replica-2", "replica-3"]
-    await_step(process, run, num_done + 2)
+    # Until a step has ended with three: how many went by while the third was started, time decides.
+    process.await_true(lambda: status(run).get("metrics", {}).get("num_replicas") == 3)
     scale(run, "--replicas", "1")
     assert replicas(run) == ["replica-1"]
     counters = next(role for role in status(run)["roles"] if role["kind"] == "collector")["metrics"]
@@ -311,12 +299,14 @@ def test_a_server_that_somebody_else_started_serves_a_run(
         assert replicas(run) == ["replica-0"]
         before = served.engine.metrics()
         slow.marker.unlink()
-        done = await_step(process, run, 6)
+        process.await_true(lambda: status(run).get("step", -1) >= 6)
         assert served.engine.metrics() == before
         scale(run, "--add", address)
         assert replicas(run) == ["replica-0", "server-2"]
-        await_step(process, run, done + 2)
-        assert served.engine.metrics()["sampled_tokens"] > before["sampled_tokens"]
+        # Steps may have gone by while it was taken in, which say nothing of it.
+        process.await_true(
+            lambda: served.engine.metrics()["sampled_tokens"] > before["sampled_tokens"]
+        )
         finish(process)
         assert served.engine.version == LONG
     assert differences(run, inline["long"]) == []
