@@ -36,6 +36,7 @@ FAKES = {
 
 UNTIL_RAY_IS_THERE = 'until [ "$(cat "$PIDS" | wc -l)" = 2 ]; do sleep 0.05; done'
 FOREVER = "while true; do sleep 0.05; done"
+LATE = """set -o functrace; trap 'case $BASH_COMMAND in "$LATE"*) sleep 1 ;; esac' DEBUG"""
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +48,12 @@ def nothing_stays(tmp_path: Path) -> Iterator[None]:
             os.killpg(int(group.read_text()), signal.SIGKILL)
 
 
-def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, *arguments: str, driver: str, late: str = "nothing"
+) -> subprocess.Popen[bytes]:
     """The batch script on a paper cluster of three nodes; it logs into `folder`/log, and `driver`
-    is what the run does there."""
+    is what the run does there. The script is held up for a second before each of its commands that
+    begin with `late`."""
     bin_folder, submitted = folder / "bin", folder / "repository"
     for name, text in FAKES.items():
         path = bin_folder / name
@@ -62,7 +66,9 @@ def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]
     (submitted / "scripts" / "setup_env.sh").write_text(f"setup_env() {{ {set_up}; }}\n")
     spooled = folder / "slurm_script"  # Slurm runs a copy that lies elsewhere
     shutil.copy(SCRIPT, spooled)
+    (folder / "late").write_text(f"{LATE}\n")
     environment = {
+        **{"BASH_ENV": str(folder / "late"), "LATE": late},
         **{"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(folder)},
         **{"LOG": str(folder / "log"), "PIDS": str(folder / "pids"), "DRIVER": driver},
         **{"SLURM_SUBMIT_DIR": str(submitted), "SLURM_JOB_ID": "123456"},
@@ -81,9 +87,13 @@ def logged(folder: Path, program: str) -> list[list[str]]:
     return [line[1:] for line in lines if line[0] == program]
 
 
+def steps(folder: Path) -> list[str]:
+    """The processes that Ray's two steps became."""
+    return (folder / "pids").read_text().split() if (folder / "pids").exists() else []
+
+
 def steps_alive(folder: Path) -> list[str]:
-    pids = (folder / "pids").read_text().split()
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in steps(folder) if Path(f"/proc/{pid}").exists()]
 
 
 def test_it_is_a_program_that_bash_understands() -> None:
@@ -112,12 +122,15 @@ def test_ray_starts_on_every_node_and_the_run_gets_its_address_and_options(tmp_p
     assert steps_alive(tmp_path) == []
 
 
+@pytest.mark.parametrize("late", ["nothing", "driver=$", "kill -0"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_end_of_its_time_asks_the_run_to_save_and_waits_for_it(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, late: str
 ) -> None:
-    job = start(tmp_path, driver=FOREVER)
-    wait_until((tmp_path / "log.driver").exists)
+    """Also where the script has not noted the run's number yet, and where the run has ended before
+    the script looks."""
+    job = start(tmp_path, driver=FOREVER, late=late)
+    wait_until(lambda: (tmp_path / "log.driver").exists() and len(steps(tmp_path)) == 2)
     job.send_signal(number)
     assert job.wait(60) == 130
     assert (tmp_path / "log.saved").exists()
