@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ HERE = Path(__file__).resolve().parent
 sys.path += sorted({str(file.parent) for file in HERE.glob("nano*/**/test_*.py")})
 
 from pool import WorkerPool  # noqa: E402
+
+with suppress(ModuleNotFoundError):  # scripts/gpu_check.sh does without it
+    from hypothesis import settings
+
+    # Else an example fails that takes 200 ms: on a busy machine any may, and that says nothing.
+    settings.register_profile("without deadlines", deadline=None)
+    settings.load_profile("without deadlines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
