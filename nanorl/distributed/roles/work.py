@@ -27,8 +27,9 @@ class WorkThread:
         enter_process(device, threads)
         self._thread = worker_thread(name, device, threads)
         self._num_open = 0
-        self._busy_s = 0.0
-        self._busy_since: float | None = None  # while a call runs
+        # Of the calls that have ended, and since when one runs: one value, for the loop reads what
+        # the thread writes. A call that ends meanwhile would count twice, and then once.
+        self._busy: tuple[float, float | None] = (0.0, None)
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the function in the thread; returns what it returns, raises what it raises."""
@@ -42,20 +43,21 @@ class WorkThread:
     def _timed(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        start = self._busy_since = time.perf_counter()
+        ended_s, start = self._busy[0], time.perf_counter()
+        self._busy = ended_s, start
         try:
             return function(*args, **kwargs)
         finally:
-            self._busy_s += time.perf_counter() - start
-            self._busy_since = None
+            self._busy = ended_s + time.perf_counter() - start, None
 
     def counters(self) -> dict[str, float]:
         """Calls that run and wait, and the seconds of all, the running one's so far included."""
-        since = self._busy_since
-        running_s = 0.0 if since is None else time.perf_counter() - since
+        now = time.perf_counter()  # first, so that the seconds never become fewer
+        ended_s, since = self._busy
+        running_s = 0.0 if since is None else max(0.0, now - since)
         num_running = min(self._num_open, 1)
         return {
             "num_running": float(num_running),
             "num_waiting": float(self._num_open - num_running),
-            "busy_s": self._busy_s + running_s,
+            "busy_s": ended_s + running_s,
         }

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from waiting import until
 
+from nanorl.distributed.roles import work as work_module
 from nanorl.distributed.roles.actor_role import status_of
 from nanorl.distributed.roles.work import WorkThread
 from nanorl.observability.monitor.board import IdleShares
@@ -39,6 +42,33 @@ def test_calls_that_run_and_wait_are_counted_and_timed_while_they_do() -> None:
         assert (ended["num_running"], ended["num_waiting"]) == (0, 0)
         assert ended["busy_s"] > later["busy_s"]
         assert work.counters() == ended
+
+    asyncio.run(main())
+
+
+def test_a_call_that_ends_while_it_is_counted_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what the counters have read and the time that they look up."""
+
+    async def main() -> None:
+        work = WorkThread("test", torch.device("cpu"), 1)
+        is_free, has_begun = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            has_begun.set()
+            assert is_free.wait(60)
+
+        def clock() -> float:
+            if has_begun.is_set() and threading.current_thread() is threading.main_thread():
+                is_free.set()
+                work._thread.submit(lambda: None).result(60)  # one after another
+            return time.perf_counter()
+
+        monkeypatch.setattr(work_module, "time", SimpleNamespace(perf_counter=clock))
+        call = asyncio.create_task(work.run(hold))
+        await until(has_begun.is_set)
+        counted_s = work.counters()["busy_s"]
+        await call
+        assert work.counters()["busy_s"] == counted_s > 0
 
     asyncio.run(main())
 
