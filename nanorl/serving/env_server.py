@@ -92,8 +92,8 @@ class _Held:
     """An episode between two calls."""
 
     env: Environment
+    used: float
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    used: float = field(default_factory=time.monotonic)
 
 
 class EnvServer:
@@ -212,7 +212,7 @@ class EnvServer:
         finally:
             self._num_opening -= 1
         name = secrets.token_hex(16)
-        self._episodes[name] = _Held(env)
+        self._episodes[name] = _Held(env, time.monotonic())
         return ResetReply(
             episode=name,
             task=wired,

@@ -40,6 +40,9 @@ TICK_S = 1.0
 FORK_TICKS, IMPORT_TICKS = 10, 300
 """So many without an answer, and it is killed: a fork takes milliseconds, imports a minute."""
 PATIENT_TICKS = 2  # before it is told to go on
+SAY_S = 5.0
+"""So long the driver waits to hear how a process ended: on a busy machine that is told late."""
+LOOK_S = 0.05  # how often it looks meanwhile whether that is stopped, and will say nothing
 # The kernel's order to end with its parent belongs to the thread that started it: where that is not
 # the main one, which lives as long as its process, the thread may end before the driver does.
 PROGRAM = """
@@ -121,21 +124,28 @@ class ForkServer:
         elif self._num_ticks > PATIENT_TICKS:
             os.kill(self._process.pid, signal.SIGCONT)
 
-    def how_it_ended(self, pid: int, limit_s: float = 0.1) -> str | None:
+    def how_it_ended(self, pid: int, limit_s: float) -> str | None:
         """For a process that has ended, which the driver may notice first. None where nobody
         knows: the server is stopped, or has ended, which ended all that it had started."""
         deadline_s = time.monotonic() + limit_s
         self._read()
         while pid not in self._exits and self.is_alive:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            if time.monotonic() >= deadline_s or self._is_stopped():
                 break
-            readable([self._channel.fileno()], left_s)
+            readable([self._channel.fileno()], LOOK_S)
             self._read()
         status = self._exits.pop(pid, None)
         if status is None:
             return None
         return f"exited with code {status}" if status >= 0 else f"was killed by signal {-status}"
+
+    def _is_stopped(self) -> bool:
+        """By a signal or a debugger; otherwise it reaps as soon as the machine lets it."""
+        try:
+            with open(f"/proc/{self._process.pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def _read(self) -> None:
         while self.is_alive:

@@ -43,7 +43,7 @@ from nanosched.local.calls import (
     payloads_of,
 )
 from nanosched.local.channel import Channel, Received, pair, readable
-from nanosched.local.forkserver import TICK_S, ForkServer
+from nanosched.local.forkserver import SAY_S, TICK_S, ForkServer
 from nanosched.local.payload import Packer, Payload, received_handle
 from nanosched.local.shared_segments import Pool
 from nanosched.local.ticker import Ticker
@@ -304,7 +304,8 @@ class LocalBackend:
                 self._serve(actor, channel, 0)
                 if channel.num_received == before:
                     break
-        how, is_own = server.how_it_ended(pid), True
+        limit_s = SAY_S if actor.reason is None else 0.0  # nobody asks about one that was ended
+        how, is_own = server.how_it_ended(pid, limit_s), True
         self._unwatch(pidfd)
         os.close(pidfd)
         actor.process = None

@@ -27,6 +27,8 @@ from nanorl.types import Rollout
 
 TINY = tiny_tokenizer()
 SECRET = "the-hidden-answer-7351"
+SLEEP = f"{600 + os.getpid() / 1e7:.7f}"
+"""How long programs of this process sleep: others on this machine may do so for ten minutes."""
 TASK = Task("Say it.", SECRET, files={"src/notes.txt": "a note"}, data={"tests": "hidden tests"})
 ASK = """
 import json, os, subprocess, sys, time, urllib.request
@@ -40,14 +42,14 @@ def ask(text):
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 """
-FAMILY = """
+FAMILY = f"""
 # a child of the same group, and one that hides in a session of its own
-sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+sleeping = [sys.executable, "-c", "import time; time.sleep({SLEEP})"]
 child = subprocess.Popen(sleeping)
 hider = "import os, subprocess as s, sys; os.setsid(); print(s.Popen(sys.argv[1:], stdout=-3).pid)"
 hidden = int(subprocess.run([sys.executable, "-c", hider, *sleeping], stdout=-1).stdout)
 with open(PIDS + ".new", "w") as file:
-    file.write(f"{os.getpid()} {child.pid} {hidden}")
+    file.write(f"{{os.getpid()}} {{child.pid}} {{hidden}}")
 os.rename(PIDS + ".new", PIDS)
 """
 

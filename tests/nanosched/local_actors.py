@@ -49,9 +49,6 @@ class Worker:
     def fail(self, length: int) -> None:
         raise ValueError("x" * length)
 
-    def children(self) -> int:
-        return len(children_of(os.getppid()))
-
 
 class SlowStarter(Worker):
     """Makes the file `begun` while it is constructed, and waits for one called `go` beside it."""
@@ -98,9 +95,9 @@ class Caller:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes of nanosched whose parent is `pid`, zombies included: a test process may have
-    started others for other tests, and a fork server's command line names what they put on
-    `sys.path`."""
+    """The living processes of nanosched whose parent is `pid`: a test process may have started
+    others for other tests, whose ends nobody has waited for, and a fork server's command line names
+    what they put on `sys.path`."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -109,7 +106,6 @@ def children_of(pid: int) -> list[int]:
                 command = (folder / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            is_ours = not command or b"nanosched.local" in command  # a zombie has no command line
-            if int(fields[1]) == pid and is_ours:
+            if int(fields[1]) == pid and b"nanosched.local" in command:  # a zombie has none
                 found.append(int(folder.name))
     return found

@@ -22,7 +22,7 @@ from local_actors import Caller, SlowStarter, Worker, children_of
 from waiting import eventually, wait_until
 
 from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
-from nanosched.local import forkserver
+from nanosched.local import forkserver, process_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # nothing here takes long; a machine under load may
@@ -161,6 +161,41 @@ def test_death_is_noticed_without_a_heartbeat(sched: Scheduler) -> None:
     assert sched.get(death) == "Worker was killed by signal 9"
 
 
+LATE_SERVER = """
+import time
+from nanosched.local.forkserver import _Server
+reap = _Server._reap
+def late(self, pidfd):
+    time.sleep(0.5)
+    reap(self, pidfd)
+_Server._reap = late
+"""
+
+
+def test_how_an_actor_ended_is_told_by_a_fork_server_that_is_slow_to_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_server.py").write_text(LATE_SERVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Scheduler(backend="local", resources=MACHINE, preload=["late_server"]) as sched:
+        worker = sched.actor(Worker).remote()
+        os.kill(sched.get(worker.pid.remote()), signal.SIGKILL)
+        death = sched.get(sched.death(worker), timeout_s=LIMIT_S)
+        assert death == "Worker was killed by signal 9"
+
+
+def test_nobody_waits_for_a_stopped_fork_server_to_say_how_an_actor_ended(
+    sched: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = sched.actor(Worker).remote()
+    pid = sched.get(worker.pid.remote())
+    os.kill(the_server(), signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(process_backend, "SAY_S", 1000.0)
+    assert sched.get(sched.death(worker), timeout_s=LIMIT_S) == "Worker ended"
+    os.kill(the_server(), signal.SIGCONT)
+
+
 def test_the_death_of_the_fork_server_ends_its_actors_and_not_the_scheduler(
     sched: Scheduler,
 ) -> None:
@@ -251,7 +286,8 @@ from local_actors import children_of
 from nanosched import Scheduler
 with Scheduler(backend="local", preload=["endless_module"]) as sched:
     print(*children_of(os.getpid()), flush=True)
-    sched.get(sched.death(sched.actor(dict).remote()))
+    actor = sched.actor(dict).remote()  # without a handle it would end, and the driver with it
+    sched.get(sched.death(actor))
 """
 
 

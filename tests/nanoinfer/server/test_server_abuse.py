@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanoinfer.params import SamplingParams
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import CompletionLimits, ServerConfig
 
-LIMITS = CompletionLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
+LIMITS = CompletionLimits(max_body_bytes=20000, max_completions_per_request=4)
 CHAT = {"messages": [{"role": "user", "content": "hel"}], "max_tokens": 3}
 
 
@@ -205,31 +206,52 @@ def test_without_a_key_web_pages_are_refused() -> None:
         assert not served.engine.is_paused
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served) -> None:
-    raw = socket.create_connection(("127.0.0.1", served.port))
-    raw.sendall(
-        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        "Content-Length: 1000\r\n\r\n{".encode()
-    )
-    raw.settimeout(20)
-    assert b"408" in raw.recv(100)
-    raw.close()
+def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
+    with (
+        serve(limits=CompletionLimits(body_timeout_s=0.5)) as served,
+        socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw,
+    ):
+        raw.sendall(
+            f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+            "Content-Length: 1000\r\n\r\n{".encode()
+        )
+        assert b"408" in raw.recv(100)
 
 
-def test_connections_that_ask_for_nothing_are_closed_and_their_number_is_limited() -> None:
-    limits = CompletionLimits(head_timeout_s=0.5, max_connections=20)
-    with serve(limits=limits) as served:
-        half_open = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
-        for i, raw in enumerate(half_open):
-            raw.settimeout(20)
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n"[: 3 * i])
-        with pytest.raises(OSError):
-            served.send("/health")
-        for raw in half_open:
+def half_open(served: Served, count: int) -> list[socket.socket]:
+    """Connections that begin a head, or not even that."""
+    found = []
+    for number in range(count):
+        raw = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+        with suppress(OSError):  # its time may be over
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n"[: 3 * number])
+        found.append(raw)
+    return found
+
+
+def is_healthy(served: Served) -> bool:
+    with suppress(OSError):
+        return bool(served.send("/health")[0] == 200)
+    return False
+
+
+def test_connections_that_ask_for_nothing_are_closed() -> None:
+    with serve(limits=CompletionLimits(head_timeout_s=0.5)) as served:
+        for raw in half_open(served, 20):
             with pytest.raises(ConnectionResetError):
                 while not raw.recv(100):
                     raise ConnectionResetError
-        assert served.send("/health")[0] == 200
+        wait_until(lambda: is_healthy(served))
+
+
+def test_the_number_of_connections_is_limited() -> None:
+    """Were the time for a head over meanwhile, there would be fewer."""
+    with serve(limits=CompletionLimits(head_timeout_s=600, max_connections=20)) as served:
+        kept = half_open(served, 20)
+        assert not is_healthy(served)
+        for raw in kept:
+            raw.close()
+        wait_until(lambda: is_healthy(served))
 
 
 def test_heads_are_bounded_before_they_are_parsed(served: Served) -> None:

@@ -14,7 +14,18 @@ from typing import Any
 import agent_programs
 import pytest
 from agent_doubles import EOS, ScriptedGenerator
-from agent_programs import FAMILY, SECRET, TASK, TINY, Silent, play, wait_until_dead, written
+from agent_programs import (
+    FAMILY,
+    SECRET,
+    SLEEP,
+    TASK,
+    TINY,
+    Silent,
+    play,
+    wait_until_dead,
+    written,
+)
+from waiting import eventually
 
 from nanorl.agents.command import Command
 from nanorl.agents.loops import load_loop
@@ -122,10 +133,9 @@ def test_at_its_time_limit_it_ends_with_all_that_it_started(
 ) -> None:
     elsewhere = "PIDS = '/tmp/pids'\n" if in_sandbox else ""
     body = elsewhere + FAMILY + "ask('x'); time.sleep(600)"
-    before = sleepers()
     rollout = rollout_of(tmp_path, body, [SECRET], timeout_s=5.0, in_sandbox=in_sandbox)
     assert rollout.metrics["agent_timeout"] == 1.0
-    assert sleepers() == before
+    assert eventually(lambda: not sleepers())
     if not in_sandbox:
         assert wait_until_dead([int(pid) for pid in (tmp_path / "pids").read_text().split()]) == []
 
@@ -134,40 +144,39 @@ def test_at_its_time_limit_it_ends_with_all_that_it_started(
 def test_a_cancelled_rollout_ends_it(tmp_path: Path, in_sandbox: bool) -> None:
     async def cancelled() -> None:
         is_asked = asyncio.Event()
-        body = "subprocess.Popen(['sleep', '600'], start_new_session=True); ask('x')"
+        body = f"subprocess.Popen(['sleep', '{SLEEP}'], start_new_session=True); ask('x')"
         command = Command(command=written(tmp_path, body), in_sandbox=in_sandbox)
         playing = asyncio.ensure_future(play(command, Silent(is_asked)))
         await is_asked.wait()
-        assert len(sleepers()) == len(before) + 1
+        assert len(sleepers()) == 1
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
 
-    before = sleepers()
     asyncio.run(cancelled())
-    assert sleepers() == before
+    assert eventually(lambda: not sleepers())
 
 
 @BOTH
 def test_a_killed_driver_takes_it_along(tmp_path: Path, in_sandbox: bool) -> None:
-    body = FAMILY + "ask('x')" if not in_sandbox else "subprocess.Popen(['sleep', '600']); ask('x')"
-    before = sleepers()
+    alone = f"subprocess.Popen(['sleep', '{SLEEP}']); ask('x')"
+    body = alone if in_sandbox else FAMILY + "ask('x')"
     root = Path(__file__).parents[3]
     main = Path(agent_programs.__file__)
     driver = subprocess.Popen(
         [sys.executable, main, written(tmp_path, body), str(in_sandbox)],
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-    started = started_by(driver, before)
+    started = started_by(driver)
     driver.kill()
     driver.wait()
     assert wait_until_dead(started) == []
 
 
-def started_by(driver: subprocess.Popen[bytes], before: set[int]) -> list[int]:
+def started_by(driver: subprocess.Popen[bytes]) -> list[int]:
     """The sleeping processes of a driver's program, once there are some, and all above them."""
     while driver.poll() is None:
-        new = sorted(sleepers() - before)
+        new = sorted(sleepers())
         if new:
             found = set(new)
             for pid in new:
@@ -182,16 +191,15 @@ def parent_of(pid: int) -> int:
 
 
 def sleepers() -> set[int]:
-    """Processes of this machine that sleep for ten minutes, as those of the tests do."""
+    """The processes that programs of these tests have left asleep."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                is_dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                command = (entry / "cmdline").read_bytes()  # empty where it has ended
             except OSError:
                 continue
-            if words[-2:-1] in ([b"600"], [b"import time; time.sleep(600)"]) and not is_dead:
+            if SLEEP.encode() in command.rstrip(b"\0").rpartition(b"\0")[2]:
                 found.add(int(entry.name))
     return found
 
@@ -215,13 +223,13 @@ def test_a_flood_of_output_ends_it(tmp_path: Path, in_sandbox: bool) -> None:
     ids=["fork bomb", "memory", "hang", "kills its guard", "fills the disk"],
 )
 def test_hostile_programs_end_in_the_sandbox(tmp_path: Path, body: str, reasons: str) -> None:
-    before = sleepers()
     options = {"in_sandbox": True, "memory_mb": 192, "timeout_s": 5.0}
-    rollout = rollout_of(tmp_path, "ask('x')\n" + body, [SECRET], **options)
+    child = f"subprocess.Popen(['sleep', '{SLEEP}'], start_new_session=True)"
+    rollout = rollout_of(tmp_path, f"ask('x')\n{child}\n{body}", [SECRET], **options)
     assert rollout.status is Status.FINISHED
     assert rollout.reward == 0.0 and rollout.metrics["agent_failed"] == 1.0
     assert any(f"agent_{reason}" in rollout.metrics for reason in reasons.split())
-    assert sleepers() == before
+    assert eventually(lambda: not sleepers())
 
 
 def test_a_program_that_kills_its_guard_still_ends(tmp_path: Path) -> None:

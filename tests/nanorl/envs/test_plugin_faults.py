@@ -21,6 +21,7 @@ import plugin_faults
 import pytest
 from agent_doubles import output_of
 from test_hosting import held, resident_bytes, sleeper
+from waiting import eventually
 
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
@@ -175,7 +176,7 @@ def test_code_of_the_user_that_misbehaves_changes_no_batch(
     assert not list(arms.iterdir()), "every fault was committed"
     assert num_failed >= len(IN_PROCESS)
     check_equal(plain, faulty)
-    assert not sleeper(), "what the code started lives on"
+    assert eventually(lambda: not sleeper()), "what the code started lives on"
     files, threads, children = held()
     assert (threads, children) == before[1:]
     assert files <= before[0], "those of a test before it may have been closed meanwhile"

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -294,6 +295,24 @@ def test_a_worker_with_a_fault_is_ended_with_all_that_it_started(
     assert not marked_processes()
 
 
+def test_the_last_words_of_a_worker_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads them is another thread than the one that sees its end."""
+    read_log = verifiers_process._Life._read_log
+
+    def late(life: verifiers_process._Life) -> None:
+        time.sleep(0.5)
+        read_log(life)
+
+    monkeypatch.setattr(verifiers_process._Life, "_read_log", late)
+    python = fake_python(tmp_path, FAULTS["dies"][0])
+    process = VerifiersProcess(python, env="any", config={}, folders=[])
+    with pytest.raises(InfrastructureError, match=FAULTS["dies"][1]):
+        asyncio.run(process.play({}, {}, timeout_s=60.0))
+    process.close()
+
+
 def test_a_worker_whose_log_overflows_answers_all_the_same(tmp_path: Path) -> None:
     result = 'print(json.dumps({"id": 1, "result": {"reward": 1.0}}), flush=True)'
     flood = 'sys.stderr.write("x" * 50_000_000)'
@@ -338,7 +357,7 @@ def fake_verifiers(folder: Path, body: str, version: str = "0.4.0") -> None:
 def test_a_worker_keeps_its_requests_and_answers_from_the_environment(
     body: str, version: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifiers_process, "START_S", 5.0)
+    monkeypatch.setattr(verifiers_process, "START_S", 60.0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     fake_verifiers(tmp_path, body, version)
     process = VerifiersProcess(sys.executable, env="any", config={}, folders=[])

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from hostile_programs import HOSTILE
 from sandbox_driver import SPEC, Examiner
+from waiting import eventually
 
 from nanorl.options.agent_config import ToolConfig
 from nanorl.run.parse import parse_arguments
@@ -185,7 +186,9 @@ def test_a_session_keeps_files_and_names_and_ends_processes(pool: WorkspaceSandb
 
     said = play(pool, script, **{"a.txt": "hello "})
     assert said == [b"hello done\n", b"42\n", b"kept", "error", 7]
-    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"98.76" in _read(p)]
+    assert eventually(
+        lambda: not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"98.76" in _read(p)]
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -220,11 +223,7 @@ def test_what_ran_in_a_box_is_gone_with_it(pool: WorkspaceSandbox) -> None:
     assert path.startswith("/tmp/nanorl-box-")
     again = pool.run_sync("import os; print(os.getcwd(), os.listdir(), end='')").stdout.decode()
     assert "'x'" not in again and not again.startswith(path + " ")
-    for _ in range(100):
-        if not os.path.exists(path):
-            break
-        subprocess.run(["sleep", "0.05"])
-    assert not os.path.exists(path)
+    assert eventually(lambda: not os.path.exists(path))
 
 
 def test_a_waiting_box_that_died_is_not_handed_out() -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fault_servers
@@ -32,6 +33,7 @@ from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.wire import WireTask
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.rollout_json import to_json
+from nanorl.serving import env_server
 from nanorl.serving.env_server import SEAL, EnvServer, ServeLimits
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout, Status
@@ -114,7 +116,7 @@ async def first_task(kind: EnvKind) -> Task:
 
 def in_time(run: Any) -> Any:
     async def limited() -> Any:
-        return await asyncio.wait_for(run, 100)
+        return await asyncio.wait_for(run, 250)
 
     return asyncio.run(limited())
 
@@ -210,13 +212,15 @@ def test_the_secret_that_seals_tasks_is_the_owners_and_stays(tmp_path: Path) -> 
 
 def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> None:
     async def run() -> None:
-        async with serving(call_s=0.5) as (url, _):
+        async with serving() as (url, server):
             kind = await kind_at(url)
             task = await first_task(kind)
             broken = await play(kind.open(services()), task, "break")
             assert broken.status == Status.FAILED and "a piece is missing" in broken.error
+            server._limits = ServeLimits(call_s=0.5)  # of this call: others may be slow
             hung = await play(kind.open(services()), task, "wait")
             assert hung.status == Status.FAILED and "not finished within 0.5 s" in hung.error
+            server._limits = ServeLimits()
             good = await play(kind.open(services()), task, "42")
             assert good.is_success
         assert Game.open_now == 0
@@ -224,7 +228,13 @@ def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> 
     in_time(run())
 
 
-def test_a_full_server_is_waited_for_and_forgotten_episodes_expire() -> None:
+def test_a_full_server_is_waited_for_and_forgotten_episodes_expire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock of the server goes on only when the test says so."""
+    now = [0.0]
+    monkeypatch.setattr(env_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     async def run() -> None:
         async with serving(max_episodes=1, idle_s=0.4) as (url, _):
             kind = await kind_at(url, patience_s=60)
@@ -233,6 +243,7 @@ def test_a_full_server_is_waited_for_and_forgotten_episodes_expire() -> None:
             await forgotten.reset(task)
             with pytest.raises(InfrastructureError, match=r"429.*1 episodes are open"):
                 await (await kind_at(url, patience_s=0.01)).open(services()).reset(task)
+            now[0] += 0.5
             rollout = await play(kind.open(services()), task, "42")
             assert rollout.is_success, "once the other had expired"
             with pytest.raises(InfrastructureError, match=r"404.*has expired"):
@@ -332,8 +343,9 @@ def test_whatever_a_server_sends_is_infrastructure(fault: str) -> None:
 
     async def run() -> None:
         async with serving() as (good, _):
-            patience_s = 0.5 if fault == "hang" else 30  # all others are answered
-            kind = await kind_at(good, timeout_s=patience_s, max_bytes=1 << 20)
+            kind = await kind_at(good, max_bytes=1 << 20)
+            if fault == "hang":  # all others are answered
+                kind._line.options = replace(kind._line.options, timeout_s=0.5)
             async with fault_servers.misbehaving(refuse, lambda head, body: fault) as bad:
                 kind._line.address = bad
                 env = kind.open(services())
@@ -387,7 +399,7 @@ def test_a_server_that_is_killed_fails_its_episodes_and_its_successor_plays_on(
     async def run() -> None:
         server, url = await asyncio.to_thread(start)
         try:
-            kind = await kind_at(url, patience_s=90)
+            kind = await kind_at(url, patience_s=200)
             task = await first_task(kind)
             env = kind.open(services())
             await env.reset(task)
