@@ -30,6 +30,7 @@ from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tools.python import python
 from nanorl.task import Task, content_id
+from nanorl.types import InfrastructureError
 
 PNG = png(10)
 SHA = hashlib.sha256(PNG).hexdigest()
@@ -225,6 +226,16 @@ def test_a_picture_that_changed_after_the_task_was_made_is_refused(
         asyncio.run(episode(Ask, seer.tokenizer).reset(task))
     with pytest.raises(ValueError, match="the task shows a picture, and the model reads text"):
         asyncio.run(episode(Ask, tiny_tokenizer()).reset(task))
+
+
+def test_a_damaged_picture_of_a_task_fails_its_rollouts_by_name(seer: Seer, folder: Path) -> None:
+    """Its header is good, so that nobody noticed before."""
+    file = folder / "dots" / "cut.png"
+    file.write_bytes(png(79)[:-20])
+    task = Task(["look", nanorl.Image(file)])
+    wrong = rf"the picture .*cut.png of task {task.task_id} cannot be shown: this PNG ends"
+    with pytest.raises(InfrastructureError, match=wrong):
+        asyncio.run(episode(Ask, seer.tokenizer).reset(task))
 
 
 class Runs(ActionFormat):
