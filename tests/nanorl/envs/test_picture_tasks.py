@@ -188,6 +188,8 @@ def test_columns_of_pictures_as_hugging_face_stores_them(folder: Path) -> None:
         ({"prompt": user({"type": "video"})}, "part of type 'video'"),
         ({"prompt": user(7)}, "7 in a message"),
         ({"prompt": "a", "images": "dots/30.png"}, "30.png does not exist"),
+        ({"prompt": "a", "images": "iVBORw0KGgo" * 900}, "begin a text in base64 with data:image"),
+        ({"prompt": user({"type": "image", "sha256": "0" * 64})}, "named by its hash alone"),
         ({"prompt": "a", "images": 7}, "'images' is 7, a int; a picture or a list"),
     ],
 )
