@@ -13,6 +13,7 @@ from tiled_chats import chat_of, tiling_tokenizer
 
 from nanoinfer.http.api_error import ApiError
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.conversation import picture_line
 from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
@@ -129,6 +130,13 @@ def test_a_picture_in_tiles_is_one_picture_of_a_call(tiling: Any) -> None:
     assert asked(2).num_answers == 1
     with pytest.raises(ApiError, match="one prompt with 2 pictures of 32 tokens, max_images is 1"):
         asked(1)
+
+
+def test_a_chats_line_for_a_picture_in_tiles_is_about_all_of_them(tiling: Any) -> None:
+    parts = chat_of(tiling, (64, 64), (20, 64))[0]["content"][::2]
+    lines = [picture_line(tiling, part["sha256"], number) for number, part in enumerate(parts, 1)]
+    assert lines[0].startswith("[picture 1: 20 tokens, sha256 ")
+    assert lines[1].startswith("[picture 2: 12 tokens, sha256 ")
 
 
 def test_texts_lose_their_middle_and_pictures_nothing(seer: Seer) -> None:
