@@ -18,9 +18,13 @@ DISTRIBUTION = "nanorl-stack"
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def missing(what: str, package: str | None, *, extra: str) -> ValueError:
+class MissingPackageError(ValueError):
+    """A package is not installed, whatever the input was."""
+
+
+def missing(what: str, package: str | None, *, extra: str) -> MissingPackageError:
     """The error of something that needs a package of an extra."""
-    return ValueError(f"{what} needs the package {package}; run: {install_command(extra)}")
+    return MissingPackageError(f"{what} needs the package {package}; run: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:

@@ -83,6 +83,7 @@ def decoded(data: bytes, kind: str) -> bytes:
 
 def warm_up(kind: str) -> None:
     """Decode a picture of that kind: what that loads cannot be loaded later."""
+    import PIL.MpoImagePlugin  # noqa: F401 (opens JPEGs with a second picture, as phones make them)
     from PIL import Image
 
     sample = io.BytesIO()

@@ -20,6 +20,7 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanoengine.vision.picture_source import bytes_of, source_of
 from nanoengine.vision.picture_store import PictureStore
+from nanoengine.vision.seeing_tokenizer import pictures_of
 
 MARK = "<image>"
 
@@ -49,11 +50,23 @@ def stored_chat(
     messages: Sequence[Message], images: Any, store: PictureStore, folder: Path
 ) -> list[Message]:
     """The chat with its pictures in a store, by their hash; paths begin in `folder`. `ValueError`
-    as of `shown_chat`, and for what is no picture that the model can be shown."""
-    return shown_chat(
+    as of `shown_chat`, and for what is no picture that the model can be shown, or not there."""
+    chat = shown_chat(
         messages,
         images,
         lambda source: {"type": "image", "sha256": store.add(bytes_of(source, folder))},
+    )
+    for sha256 in pictures_of(chat):
+        if not store.holds(sha256):
+            raise named_by_hash(sha256)
+    return chat
+
+
+def named_by_hash(sha256: Any) -> ValueError:
+    """The error of data that name a picture as stored rollouts do, and do not have it."""
+    return ValueError(
+        f"the picture {sha256!r:.80} is named by its hash alone; give its file, which lies in its "
+        "run's folder pictures/ under that name, or its bytes"
     )
 
 

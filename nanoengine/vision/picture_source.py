@@ -54,8 +54,15 @@ def path_of(source: Any, folder: Path | None = None) -> Path | None:
             f"the picture {str(source)!r}: these data may open no files; put its bytes in"
         )
     path = folder / source
-    if not path.is_file():
-        raise ValueError(f"the picture {path} does not exist, or is no file; check the path")
+    try:
+        is_file = path.is_file()
+    except OSError:  # longer than names may be
+        is_file = False
+    if not is_file:
+        raise ValueError(
+            f"the picture {path!s:.200} does not exist, or is no file; check the path, or begin a "
+            f"text in base64 with {_DATA}image/png;base64,"
+        )
     return path
 
 
@@ -64,8 +71,11 @@ def bytes_of(source: Any, folder: Path | None = None) -> bytes:
     one no path is. `ValueError` says what is wrong with it."""
     path = path_of(source, folder)
     if path is not None:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ValueError(f"the picture {path} cannot be read: {error.strerror}") from error
         check_file_size(data)
         return data
     if isinstance(source, Mapping):

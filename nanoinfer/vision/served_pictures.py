@@ -21,6 +21,7 @@ from nanoengine.vision.picture_store import PictureStore
 from nanoengine.vision.processor import PictureProcessor, ProcessedPicture
 from nanoengine.vision.seeing_tokenizer import SeeingTokenizer
 from nanoengine.vision.sight import Sight
+from nanoinfer.http.api_error import ApiError
 
 MAX_FOLDER_BYTES = 1 << 30
 
@@ -52,18 +53,19 @@ class ServedPictures(PictureStore):
         try:
             return super().ready(sha256)
         except KeyError:
-            raise ValueError(
-                f"the picture {sha256[:12]} is not kept (any more); send the conversation with its "
-                "pictures again"
-            ) from None
+            raise ValueError(_gone(sha256)) from None
 
     @contextmanager
     def held(self, images: Sequence[ImageSpan]) -> Iterator[None]:
-        """Inside, these pictures stay."""
+        """Inside, these pictures stay. ApiError where one has gone since somebody looked: the step
+        that finds it missing would be one of all requests."""
         names = [span.sha256 for span in images]
         with self._files:
             self._held.update(names)
         try:
+            for sha256 in set(names):
+                if not self.holds(sha256):
+                    raise ApiError(400, _gone(sha256))
             yield
         finally:
             with self._files:
@@ -80,6 +82,13 @@ class ServedPictures(PictureStore):
                 del self._sizes[sha256]
                 total -= size
         self._held += Counter()  # forgets those that nobody holds
+
+
+def _gone(sha256: str) -> str:
+    return (
+        f"the picture {sha256[:12]} is not kept (any more); send the conversation with its "
+        "pictures again"
+    )
 
 
 def let_see(model: Any, folder: Path) -> SeeingTokenizer:

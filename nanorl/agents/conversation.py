@@ -25,6 +25,7 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
+from nanorl.agents.picture_limits import num_pictures
 from nanorl.agents.tokens import TurnBuilder, shorten
 from nanorl.envs.base import Environment, Opening
 from nanorl.task import Task, derive_turn_seed
@@ -312,7 +313,7 @@ class _Exchange:
 
     def _lines(self, messages: Sequence[Message]) -> Iterator[str]:
         """Tell people what was shown: texts, and a line for each picture."""
-        number = len(self.builder.images)
+        number = num_pictures(self.builder.images)
         for message in messages:
             content = message["content"]
             for part in content if isinstance(content, list) else [{"text": content}]:
@@ -329,9 +330,11 @@ def picture_line(tokenizer: Any, sha256: str, number: int) -> str:
     from nanorl.shown_pictures import RunPictures, shown_pictures
 
     store = tokenizer.store
-    spans = store.spans(sha256, range(store.ready(sha256).num_tokens))
-    first = shown_pictures(spans, RunPictures.of(tokenizer))[0]
-    return replace(first, number=number).line
+    num_tokens = store.ready(sha256).num_tokens
+    first, *tiles = store.spans(sha256, range(num_tokens))
+    (shown,) = shown_pictures([replace(first, length=num_tokens)], RunPictures.of(tokenizer))
+    # A tile's size says nothing of a picture that has several.
+    return replace(shown, number=number, size=None if tiles else shown.size).line
 
 
 def _with_pictures(messages: Sequence[Message], pictures: Sequence[str]) -> list[Message]:

@@ -36,7 +36,7 @@ Truncation = Literal["turn", "context", "response"]
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
 WITH_TEXT = "nanorl.envs.images:with_text"
-BROKEN_LIMIT = "nanorl.agents.picture_limits:broken_limit"
+BROKEN_BY = "nanorl.agents.picture_limits:broken_by"
 CUT_MARK = "\n...\n"
 CHARS_PER_TOKEN = 16
 """More than a token has on average in whatever a program prints, runs of blanks aside."""
@@ -270,10 +270,7 @@ class TurnBuilder:
 
     def _broken_by(self, new: Sequence[ImageSpan]) -> str:
         """The limit of pictures that further ones would break, in words; empty: none."""
-        if not new:
-            return ""
-        lengths = [one.length for one in (*self.images, *new)]
-        return str(resolve_name(BROKEN_LIMIT)(self.limits, len(lengths), sum(lengths)))
+        return str(resolve_name(BROKEN_BY)(self.limits, [*self.images, *new])) if new else ""
 
     def _append_fixed(self, ids: list[int]) -> None:
         self._tokens += ids

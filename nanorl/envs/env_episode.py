@@ -144,7 +144,8 @@ class EnvEpisode:
         """Return what the environment said, with its pictures where they belong."""
         if said is None or isinstance(said, str | Done | TimeStep):
             return said
-        return resolve_name(WITH_PICTURES)(said, self._services.tokenizer)
+        name = type(self.env).__name__
+        return resolve_name(WITH_PICTURES)(said, self._services.tokenizer, name)
 
     async def _open_session(self) -> Any:
         sandbox = self._services.sandbox

@@ -21,9 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.extras import MissingPackageError
 from nanoengine.text.chat_template import Message
 from nanorl.envs.tools.base import Shown
 from nanorl.task import words_of
+from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,8 +77,8 @@ class StoredImage(Image):
 
 
 class MadeImage(Image):
-    """A picture that a program of the policy made. What is wrong with it is told to the model, as
-    what is wrong with its programs is, and ends no rollout."""
+    """A picture that a tool, or a program of the policy, made of what the policy asked for. What is
+    wrong with it is told to the model, as what is wrong with a call is, and ends no rollout."""
 
 
 def take_pictures(task: Task) -> None:
@@ -108,10 +110,11 @@ def take_pictures(task: Task) -> None:
 
 def keep_pictures(task: Task, tokenizer: Any) -> None:
     """Have the run's picture store hold a task's pictures. `ValueError` where the model reads text
-    alone, and for a file that has changed since the task was made."""
+    alone, and for a file that has changed since the task was made; InfrastructureError for one that
+    is damaged further back than its header, or that the model cannot be shown."""
     store = _store_of(tokenizer, "the task")
     for sha256, image in task.pictures.items():
-        if not store.holds(sha256) and store.add(image.data()) != sha256:
+        if not store.holds(sha256) and _added(store, image, f"task {task.task_id}") != sha256:
             raise ValueError(
                 f"the picture {image.source!r:.200} of task {task.task_id} is another than when "
                 "the task was made: leave the files of a run alone while it lasts"
@@ -147,14 +150,15 @@ def with_text(message: Message, text: str, between: str = "\n\n") -> Message:
     return {**message, "content": content + between + text}
 
 
-def with_pictures(said: Any, tokenizer: Any) -> Any:
-    """Return what an environment says as messages, with pictures by their hash, or as it is.
-    `ValueError` where the model reads text alone."""
+def with_pictures(said: Any, tokenizer: Any, who: str = "the environment") -> Any:
+    """Return what an environment, `who`, says as messages, with pictures by their hash, or as it
+    is. `ValueError` where the model reads text alone, InfrastructureError for a picture that cannot
+    be shown."""
     said = _as_chat(said)
     if not (isinstance(said, list) and all(isinstance(one, Mapping) for one in said)):
         return said
     return [
-        {**message, "content": [_part(one, tokenizer) for one in message["content"]]}
+        {**message, "content": [_part(one, tokenizer, who) for one in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in said
@@ -164,10 +168,15 @@ def with_pictures(said: Any, tokenizer: Any) -> Any:
 def split_result(result: Any) -> Shown | None:
     """What a tool returned, if that is a picture or a list of texts and pictures; else None."""
     parts = result if isinstance(result, list | tuple) else [result]
-    pictures = [one for one in parts if isinstance(one, Image)]
+    pictures = [_as_made(one) for one in parts if isinstance(one, Image)]
     if not pictures or not all(isinstance(one, str | Image) for one in parts):
         return None
     return Shown("\n".join(one for one in parts if isinstance(one, str)), pictures)
+
+
+def _as_made(image: Image) -> Image:
+    """The picture as one that the policy asked for: a part of another that has no pixels, say."""
+    return MadeImage(image.source, folder=image.folder) if type(image) is Image else image
 
 
 def with_pictures_behind(message: Message, pictures: Sequence[Any]) -> Message:
@@ -238,18 +247,32 @@ def _message(one: Any) -> Mapping[str, Any]:
     return one
 
 
-def _part(part: Any, tokenizer: Any) -> Any:
+def _part(part: Any, tokenizer: Any, who: str) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Image):
         return part
-    store = _store_of(tokenizer, "the environment")
+    store = _store_of(tokenizer, who)
     try:
-        return {"type": "image", "sha256": store.add(part.data())}
-    except ValueError as error:
+        return {"type": "image", "sha256": _added(store, part, who)}
+    except InfrastructureError as error:
         if not isinstance(part, MadeImage):
             raise
-        return {"type": "text", "text": f"\n(a picture is not shown: {error})"}
+        return {"type": "text", "text": f"\n(a picture is not shown: {error.__cause__})"}
+
+
+def _added(store: Any, image: Image, whose: str) -> str:
+    """The SHA-256 of a picture that the store keeps now. InfrastructureError says what is wrong
+    with it, for nobody who plays is to blame."""
+    try:
+        sha256: str = store.add(image.data())
+        return sha256
+    except MissingPackageError:
+        raise
+    except ValueError as error:
+        is_file = isinstance(image.source, str | Path) and not str(image.source).startswith("data:")
+        name = f"the picture {image.source!s:.200}" if is_file else "a picture"
+        raise InfrastructureError(f"{name} of {whose} cannot be shown: {error}") from error
 
 
 def _store_of(tokenizer: Any, who: str) -> Any:

@@ -39,6 +39,7 @@ from nanoengine.state.run_folder import RunFolder
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.report.summary import write_atomically
 from nanorl.options.run_config import RunConfig, flatten
+from nanorl.options.run_kind import PICTURES
 from nanorl.options.trust import remember, require
 from nanorl.run.cursor import (
     AFTER_RL,
@@ -385,7 +386,7 @@ def take_over(config: RunConfig) -> None:
     cursor.options, cursor.num_starts = recorded(config), 0
     cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger
     adopt_checkpoint(origin.checkpoint, target / "checkpoints", cursor.to_json())
-    names = ["model", "reference"]
+    names = ["model", "reference", PICTURES]  # those of groups that it trains on, or again
     if cursor.critic:
         names.append(f"critic/{cursor.critic}")
     for name in names:

@@ -49,7 +49,7 @@ from nanorl.agents.endpoint.call_count import CallCount, NoCallsLeftError
 from nanorl.agents.endpoint.call_tree import CallNode, CallTree
 from nanorl.agents.episode import Episode
 from nanorl.agents.limits import Limits
-from nanorl.agents.picture_limits import broken_limit
+from nanorl.agents.picture_limits import broken_by, broken_limit
 from nanorl.agents.tokens import Truncation
 from nanorl.envs.rewards.base import Transcript
 from nanorl.task import derive_seed
@@ -307,7 +307,8 @@ class Recording:
         bring to the run's store; nothing of them has been decoded yet."""
         if given.num_tokens >= self.limits.max_context_tokens:
             raise self.too_long()
-        self._check_images(given.num_pictures, given.num_tokens)
+        num_pictures, num_tokens = given.num_pictures, given.num_tokens
+        self._check_images(broken_limit(self._image_limits, num_pictures, num_tokens))
         found = self._pictures | given.files.keys()
         most = self._most_images * self.limits.max_turns
         if len(found) > most:
@@ -322,9 +323,13 @@ class Recording:
     def _most_images(self) -> int:
         return self.limits.max_images or MOST_IMAGES
 
-    def _check_images(self, num_images: int, num_tokens: int) -> None:
-        limits = replace(self.limits, max_images=self._most_images)
-        if broken := broken_limit(limits, num_images, num_tokens):
+    @property
+    def _image_limits(self) -> Limits:
+        return replace(self.limits, max_images=self._most_images)
+
+    def _check_images(self, broken: str) -> None:
+        """ApiError for the limit of pictures that a prompt has broken, if it has."""
+        if broken:
             self.truncation = "context"
             raise ApiError(
                 400, f"one prompt with {broken}; leave older pictures out", code=TOO_LONG
@@ -406,7 +411,7 @@ class Recording:
     def _room(self, prompt: ChatPrompt) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
         limits, ids = self.limits, prompt.ids
-        self._check_images(len(prompt.images), sum(one.length for one in prompt.images))
+        self._check_images(broken_by(self._image_limits, prompt.images))
         rooms = [limits.max_turn_tokens, limits.max_context_tokens - len(ids)]
         if limits.max_response_tokens is not None:
             sampled = sum(len(node.output.ids) for node in self.tree.nodes)

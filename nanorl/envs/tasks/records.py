@@ -23,11 +23,12 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.envs.images import Image
+from nanorl.envs.images import Image, pictures_in
 from nanorl.plugins import LOOPS
 from nanorl.task import Task
 
 SHOWN_CHAT = "nanoengine.vision.picture_chats:shown_chat"
+NAMED_BY_HASH = "nanoengine.vision.picture_chats:named_by_hash"
 FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
         "prompt": ((str, list), "a text or a list of chat messages"),
@@ -118,7 +119,11 @@ def task_of(record: Mapping[str, Any], where: str, fields: TaskFields) -> tuple[
     try:
         if images is not None or not (isinstance(prompt, str) or _is_chat_of_texts(prompt)):
             prompt = resolve_name(SHOWN_CHAT)(prompt, images, partial(Image, folder=fields.folder))
-        return Task(prompt, answer, **{"kind": "user"} | given), "split" in given
+        task = Task(prompt, answer, **{"kind": "user"} | given)
+        for part in [] if isinstance(task.prompt, str) else pictures_in(task.prompt):
+            if part["sha256"] not in task.pictures:
+                raise resolve_name(NAMED_BY_HASH)(part["sha256"])
+        return task, "split" in given
     except ValueError as error:
         said = str(error).removeprefix("Task: ")
         raise ValueError(f"{where}: {said}{_hint(record, said)}") from None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nanoengine.spans import ImageSpan
 from nanoengine.text.chat_template import Message
 from nanoengine.text.tokenizer import ChatTokenizer
 from nanoengine.vision.seeing_config import SeeingConfig
+from nanoengine.vision.whole_pictures import by_picture
 from nanorl.observability.alarms.finding import Finding, Severity
 from nanorl.options.run_config import RunConfig
 from nanorl.types import Rollout
@@ -66,7 +68,7 @@ def picture_template_findings(tokenizer: ChatTokenizer, config: SeeingConfig) ->
 def pictures_summary(rollouts: Sequence[Rollout]) -> str:
     """Say how many pictures a rollout was shown, and how many of its tokens they are."""
     lengths = [
-        span.length for one in rollouts for sequence in one.sequences for span in sequence.images
+        length for one in rollouts for each in one.sequences for length in _lengths(each.images)
     ]
     if not lengths:
         return ""
@@ -84,7 +86,7 @@ def context_finding(rollouts: Sequence[Rollout], config: RunConfig) -> Finding |
     most = config.agent.max_context_tokens
     if needed <= most:
         return None
-    length = max(span.length for one in rollouts for span in one.images)
+    length = max(length for one in rollouts for length in _lengths(one.images))
     return Finding(
         name="pictures_do_not_fit",
         severity=Severity.WARNING,
@@ -94,6 +96,11 @@ def context_finding(rollouts: Sequence[Rollout], config: RunConfig) -> Finding |
         remedy=f"set --agent.max-context-tokens {needed} or more, draw smaller pictures, or lower "
         "size in the model's preprocessor_config.json",
     )
+
+
+def _lengths(images: Sequence[ImageSpan]) -> list[int]:
+    """The tokens of each picture, of all its tiles together."""
+    return [sum(span.length for span in picture) for picture in by_picture(images)]
 
 
 def _needed(rollout: Rollout, max_turns: int) -> int:

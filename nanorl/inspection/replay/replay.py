@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ from nanorl.inspection.replay.weights import PastWeights
 from nanorl.observability.results import WITHHELD
 from nanorl.observability.store import content_hash
 from nanorl.options.parts import Parts
+from nanorl.options.run_kind import PICTURES
 from nanorl.run.manifest import manifest_of
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -260,7 +262,26 @@ Scores = dict[int, list[list[float]]]
 
 
 def _write_tasks(run: PastRun, folder: Path) -> str:
-    """A file of the tasks that the run stored."""
+    """A file of the tasks that the run stored, which name pictures by their hash."""
+    pictures = run.folder.resolve() / PICTURES
+    rows = [task.to_json() | {"prompt": _with_files(task.prompt, pictures)} for task in run.tasks()]
     file = folder / "tasks.jsonl"
-    file.write_text("".join(json.dumps(task.to_json()) + "\n" for task in run.tasks()))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
+
+
+def _with_files(prompt: str | list[Any], pictures: Path) -> str | list[Any]:
+    """The prompt with pictures by their files in the run's folder."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {**message, "content": [_with_file(part, pictures) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt
+    ]
+
+
+def _with_file(part: Any, pictures: Path) -> Any:
+    sha256 = part.get("sha256")
+    return {"type": "image", "image": str(pictures / sha256)} if sha256 else part

@@ -66,6 +66,26 @@ def test_pictures_of_chats_are_spans_of_their_samples(folder: Path, tmp_path: Pa
         read_chats(folder / "chats.jsonl", reads, 100)
 
 
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ({"type": "image", "sha256": "0" * 64}, "the picture '0000.*named by its hash alone; give"),
+        ({"type": "image", "sha256": 5}, "a part of type 'image' in a message of 'user'"),
+        ({"type": "image", "image": "iVBORw0KGgo" * 900}, "begin a text in base64 with data:image"),
+        ({"type": "image", "image": "."}, "does not exist, or is no file"),
+    ],
+)
+def test_a_picture_that_is_not_there_is_named_with_its_line(
+    folder: Path, tmp_path: Path, part: dict[str, Any], wrong: str
+) -> None:
+    """As an exported rollout names it, say, or somebody's base64 without a head."""
+    chat = [{"role": "user", "content": [part, "hm"]}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
+    sees = seeing_tokenizer(folder / "model", tmp_path / "pictures")
+    with pytest.raises(ValueError, match=f"chats.jsonl, line 1: .*{wrong}"):
+        read_chats(tmp_path / "chats.jsonl", sees, 100)
+
+
 def test_a_run_learns_what_only_the_pictures_tell(folder: Path, tmp_path: Path) -> None:
     """The words are the same and the answers two, of one and of two chats in three: whoever does
     not look has the entropy of that choice at best, over an answer and the end of the turn."""

@@ -54,6 +54,16 @@ def test_the_helper_gives_what_pillow_gives_here() -> None:
     assert np.array_equal(decode("JPEG", data), np.array(image.open(io.BytesIO(data))))
 
 
+def test_a_jpeg_with_a_second_picture_is_its_first() -> None:
+    """As phones make them: with a smaller copy, or a map of brightness, behind."""
+    second = image.new("RGB", (20, 10))
+    data = saved("MPO", save_all=True, append_images=[second])
+    assert picture_header(data) == ("JPEG", 31, 17)
+    with image.open(io.BytesIO(data)) as read:
+        assert read.format == "MPO"
+        assert np.array_equal(decode("JPEG", data), np.array(read))
+
+
 SEALED = """
 import socket, subprocess, sys, os
 sys.path.insert(0, {folder!r})

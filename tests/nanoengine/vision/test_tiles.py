@@ -7,20 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from seen_families import CASES, draw_text, draw_tile_fields, planes
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tiled_chats import chat_of, tiling_tokenizer
 from torch import Tensor
 from vision_cases import draw_pixels
 
 from nanoengine.formats.hf import load_model
 from nanoengine.model.config import ModelConfig
-from nanoengine.vision.png import write_png
 from nanoengine.vision.seeing_tokenizer import SeeingTokenizer, seeing_tokenizer
 from nanoengine.vision.tower import bucket_taps, patch_places
 from nanoengine.vision.towers import read_vision_config, write_vision_config
+from nanoengine.vision.whole_pictures import by_picture
 
 # -- the table of positions ------------------------------------------------------------------------
 
@@ -99,51 +98,10 @@ def test_a_tile_of_zeros_is_a_tile(tmp_path: Path) -> None:
 
 # -- a chat ----------------------------------------------------------------------------------------
 
-_PROCESSOR = {
-    "image_processor_type": "SmolVLMImageProcessor",
-    "max_image_size": {"longest_edge": 32},
-    "size": {"longest_edge": 64},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-_TEMPLATE = (
-    "{% for m in messages %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endfor %}"
-)
-
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> SeeingTokenizer:
-    """Tiles of 32 pixels, 4 x 4 patches, four tokens; two newlines are one token."""
-    letters = ["\n", *"abcdefghijklmnopqrstuvwxyz<>_|-0123456789"]
-    vocab = {piece: index for index, piece in enumerate([*letters, "\n\n"])}
-    plain = Tokenizer(models.BPE(vocab=vocab, merges=[("\n", "\n")]))
-    plain.pre_tokenizer = pre_tokenizers.Split("x", "isolated")
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>"]
-    marks += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    plain.add_tokens([AddedToken(one, special=True, normalized=False) for one in marks])
-    (tmp_path / "tokenizer.json").write_text(plain.to_str())
-    for name, fields in {
-        "preprocessor_config": _PROCESSOR,
-        "processor_config": {"image_seq_len": 4},
-        "config": {"scale_factor": 2, "vision_config": {"patch_size": 8}},
-        "tokenizer_config": {"chat_template": _TEMPLATE},
-        "generation_config": {"eos_token_id": 0},
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(fields))
-    return seeing_tokenizer(tmp_path, tmp_path / "pictures")
-
-
-def chat_of(tokenizer: SeeingTokenizer, *shapes: tuple[int, int]) -> list[dict[str, Any]]:
-    """A message: a picture of each shape, "ab" between."""
-    rng = np.random.default_rng(0)
-    parts: list[dict[str, str]] = []
-    for shape in shapes:
-        data = write_png(rng.integers(0, 256, (*shape, 3), dtype=np.uint8))
-        parts += [{"type": "image", "sha256": tokenizer.store.add(data)}]
-        parts += [{"type": "text", "text": "ab"}]
-    return [{"role": "user", "content": parts}]
+    return tiling_tokenizer(tmp_path)
 
 
 def test_the_tokens_and_spans_of_two_pictures_by_hand(tokenizer: SeeingTokenizer) -> None:
@@ -171,6 +129,20 @@ def test_the_tokens_and_spans_of_two_pictures_by_hand(tokenizer: SeeingTokenizer
     assert len({span.sha256 for span in spans}) == 2
     assert [span.start for span in tokenizer.images_in(ids, chat, 100)][:2] == [102, 108]
     assert tokenizer.store.processor.size_of(spans[0].grid) == (32, 32), "of a tile, in pixels"
+
+
+def test_tiles_are_counted_as_the_pictures_that_they_are_of(tokenizer: SeeingTokenizer) -> None:
+    """The first picture is shown twice, in two rows of two tiles and the whole; the other has a row
+    of two and the whole, and the last is one tile itself."""
+    one, other = chat_of(tokenizer, (64, 64), (20, 64))[0]["content"][::2]
+    (small,) = chat_of(tokenizer, (8, 8))[0]["content"][::2]
+    chat = [{"role": "user", "content": [one, one, other, small, small]}]
+    ids = tokenizer.encode_chat(chat, add_generation_prompt=False)
+    spans = tokenizer.images_in(ids, chat, 0)
+    pictures = by_picture(spans)
+    sizes = [tokenizer.store.ready(part["sha256"]).grid[0] for part in chat[0]["content"]]
+    assert [len(picture) for picture in pictures] == sizes and sizes[:3] == [5, 5, 3]
+    assert [span for picture in pictures for span in picture] == spans and by_picture([]) == []
 
 
 def test_the_values_of_a_tiles_span_are_its_pixels(tokenizer: SeeingTokenizer) -> None:

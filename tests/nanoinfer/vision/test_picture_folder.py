@@ -12,6 +12,7 @@ from seeing_server import png
 
 from nanoengine.vision.picture_store import PictureStore
 from nanoengine.vision.processor import PictureProcessor
+from nanoinfer.http.api_error import ApiError
 from nanoinfer.vision.brought_results import brought
 from nanoinfer.vision.served_pictures import ServedPictures
 from nanorl.envs.tasks.tiny_vision_model import build_tiny_vision_model
@@ -49,6 +50,23 @@ def test_the_files_that_came_first_go_first_and_those_in_use_stay(store: ServedP
         store.spans(shas[0], range(9))
     assert store.add(FILES[0]) == shas[0], "it comes again, and is there again"
     assert store.spans(shas[0], range(9))[0].sha256 == shas[0]
+
+
+def test_a_picture_that_went_before_its_request_began_is_its_error(store: ServedPictures) -> None:
+    """Not that of the engine's step, which is of other requests as well."""
+    spans = store.spans(store.add(FILES[0]), range(9))
+    for data in FILES[1:]:
+        store.add(data)
+    with pytest.raises(ApiError, match="is not kept") as caught, store.held(spans):
+        raise AssertionError("it is not there")
+    assert caught.value.status == 400
+    store.add(FILES[0])
+    with store.held(spans):
+        for data in FILES[1:]:
+            store.add(data)
+        assert spans[0].sha256 in names(store)
+    store.add(FILES[1])
+    assert spans[0].sha256 not in names(store), "nobody holds it"
 
 
 def test_no_file_outside_of_the_folder_is_read(store: ServedPictures, tmp_path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_doubles import output_of
 from seer import Seer, png
+from tiled_chats import chat_of, tiling_tokenizer
 
-from nanoinfer.params import Output
+from nanoinfer.http.api_error import ApiError
+from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.conversation import picture_line
+from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
 from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
 from nanorl.envs.images import with_text
@@ -81,6 +88,55 @@ def test_a_picture_too_many_leaves_neither_tokens_nor_spans(
     builder.append_action(output(40, 41))
     assert not builder.append_observation(user(part(seer, 20), part(seer, 30)))
     assert len(builder.images) == 1, "one of the two would have fitted"
+
+
+@pytest.fixture
+def tiling(tmp_path: Path) -> Any:
+    return tiling_tokenizer(tmp_path)
+
+
+def test_a_picture_in_tiles_is_one_picture_of_a_context(tiling: Any) -> None:
+    """Two of them, of five tiles and of three, four tokens each."""
+    opening = chat_of(tiling, (64, 64), (20, 64))
+
+    def opened(**limits: int) -> TurnBuilder:
+        sizes = {"max_context_tokens": 300, "max_turn_tokens": 8, **limits}
+        builder = TurnBuilder(tiling, Limits(**sizes), task_id="t", group_id="g", rollout_id="r")
+        builder.start(opening)
+        return builder
+
+    assert len(opened(max_images=2, max_image_tokens=32).images) == 8
+    for limits in ({"max_images": 1}, {"max_image_tokens": 31}):
+        with pytest.raises(PromptTooLongError, match="shows 2 pictures of 32 tokens"):
+            opened(**limits)
+
+
+class SaysNothing:
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        return output_of([0])
+
+
+def test_a_picture_in_tiles_is_one_picture_of_a_call(tiling: Any) -> None:
+    chat = chat_of(tiling, (64, 64), (20, 64))
+    ids = tiling.encode_chat(chat, add_generation_prompt=True)
+    params = SamplingParams(max_tokens=4, images=tuple(tiling.images_in(ids, chat, 0)))
+
+    def asked(max_images: int) -> Recording:
+        limits = Limits(max_context_tokens=300, max_images=max_images)
+        recording = Recording(SaysNothing(), tiling, limits=limits, sampling=SamplingParams(seed=5))
+        asyncio.run(recording.complete(ids, params))
+        return recording
+
+    assert asked(2).num_answers == 1
+    with pytest.raises(ApiError, match="one prompt with 2 pictures of 32 tokens, max_images is 1"):
+        asked(1)
+
+
+def test_a_chats_line_for_a_picture_in_tiles_is_about_all_of_them(tiling: Any) -> None:
+    parts = chat_of(tiling, (64, 64), (20, 64))[0]["content"][::2]
+    lines = [picture_line(tiling, part["sha256"], number) for number, part in enumerate(parts, 1)]
+    assert lines[0].startswith("[picture 1: 20 tokens, sha256 ")
+    assert lines[1].startswith("[picture 2: 12 tokens, sha256 ")
 
 
 def test_texts_lose_their_middle_and_pictures_nothing(seer: Seer) -> None:

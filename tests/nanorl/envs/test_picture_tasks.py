@@ -30,6 +30,7 @@ from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.records import TaskFields
 from nanorl.envs.tools.python import python
 from nanorl.task import Task, content_id
+from nanorl.types import InfrastructureError
 
 PNG = png(10)
 SHA = hashlib.sha256(PNG).hexdigest()
@@ -187,6 +188,8 @@ def test_columns_of_pictures_as_hugging_face_stores_them(folder: Path) -> None:
         ({"prompt": user({"type": "video"})}, "part of type 'video'"),
         ({"prompt": user(7)}, "7 in a message"),
         ({"prompt": "a", "images": "dots/30.png"}, "30.png does not exist"),
+        ({"prompt": "a", "images": "iVBORw0KGgo" * 900}, "begin a text in base64 with data:image"),
+        ({"prompt": user({"type": "image", "sha256": "0" * 64})}, "named by its hash alone"),
         ({"prompt": "a", "images": 7}, "'images' is 7, a int; a picture or a list"),
     ],
 )
@@ -225,6 +228,16 @@ def test_a_picture_that_changed_after_the_task_was_made_is_refused(
         asyncio.run(episode(Ask, seer.tokenizer).reset(task))
     with pytest.raises(ValueError, match="the task shows a picture, and the model reads text"):
         asyncio.run(episode(Ask, tiny_tokenizer()).reset(task))
+
+
+def test_a_damaged_picture_of_a_task_fails_its_rollouts_by_name(seer: Seer, folder: Path) -> None:
+    """Its header is good, so that nobody noticed before."""
+    file = folder / "dots" / "cut.png"
+    file.write_bytes(png(79)[:-20])
+    task = Task(["look", nanorl.Image(file)])
+    wrong = rf"the picture .*cut.png of task {task.task_id} cannot be shown: this PNG ends"
+    with pytest.raises(InfrastructureError, match=wrong):
+        asyncio.run(episode(Ask, seer.tokenizer).reset(task))
 
 
 class Runs(ActionFormat):

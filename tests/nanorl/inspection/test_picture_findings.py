@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from seeing_runs import GREEN, RED, coloured, played, seeing_run
+from tiled_chats import chat_of, tiling_tokenizer
 
 from nanoengine.vision.seeing_tokenizer import SeeingTokenizer
 from nanorl.cli import main
@@ -15,6 +16,7 @@ from nanorl.envs.tasks.tiny_vision_model import CHAT_TEMPLATE, build_tiny_vision
 from nanorl.inspection.doctor.model_check import check_model
 from nanorl.inspection.doctor.picture_findings import context_finding, pictures_summary
 from nanorl.options.run_config import RunConfig
+from nanorl.types import Rollout
 
 MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 OPTIONS = ["--env", "look_back", "--env-args", "size=4", "num_moves=3", "--threads", "1"]
@@ -79,6 +81,18 @@ def test_a_context_has_to_hold_the_pictures_of_all_turns(seeing: SeeingTokenizer
     text = played(seeing, "r", ["hi"], ("N", ["on"]), ("N", []))
     assert context_finding([text], config(9)) is None and pictures_summary([text]) == ""
     assert pictures_summary([rollout, text]).startswith("pictures: 1.5 a rollout, 9 tokens each, ")
+
+
+def test_the_tokens_of_a_picture_are_those_of_its_tiles(tmp_path: Path) -> None:
+    tiling = tiling_tokenizer(tmp_path)
+    chat = chat_of(tiling, (64, 64), (20, 64))
+    ids = tiling.encode_chat(chat, add_generation_prompt=False)
+    images = tiling.images_in(ids, chat, 0)
+    nothing = {"loss_mask": [0] * len(ids), "logps": [0.0] * len(ids), "versions": [-1] * len(ids)}
+    rollout = Rollout(
+        task_id="t", group_id="g", rollout_id="r", tokens=ids, images=images, **nothing
+    )
+    assert pictures_summary([rollout]).startswith("pictures: 2.0 a rollout, 12 to 20 tokens each, ")
 
 
 def test_check_plays_with_pictures_and_says_what_they_take(

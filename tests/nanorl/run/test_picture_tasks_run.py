@@ -59,9 +59,10 @@ def test_a_model_that_reads_text_alone_begins_no_run_on_pictures(run: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--stored-tasks"]])
 def test_every_rollout_is_replayed_to_the_bit(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
-    assert main(["replay", str(run), "--phase", "rl", "--num", "0", "--as-json"]) == 0
+    assert main(["replay", str(run), "--phase", "rl", "--num", "0", "--as-json", *more]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["difference"] for one in told["rollouts"]] == [None] * 8

@@ -45,6 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora, int8": {**LORA, "lora.base_dtype": "int8"},
     "lora, reference": {**LORA, **KL},
 }
+HIDES_NOTHING = {"evaluation.num_tasks_hidden": 0}
 WITHOUT_TOWER = {name for name in WAYS if "lora" in name or "frozen" in name}
 
 
@@ -102,3 +103,17 @@ def test_a_teacher_that_reads_text_or_sees_otherwise_is_refused_by_name(
     with pytest.raises(ValueError, match=r"--rl.reference .*other: it is shown pictures otherwise"):
         trained({**models, TEACHER: other}, tmp_path / "out", DISTIL)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_fork_trains_again_on_what_its_origin_was_shown(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Groups that are trained on again come with the checkpoint, and their pictures with them."""
+    more = {"rl.replay.share": 0.5, "warm_start.steps": 0, "keep_checkpoints": 9}
+    whole = trained(models, tmp_path / "whole", {**more, **HIDES_NOTHING}, steps=4)
+    before = {file.name for file in (whole / "pictures").iterdir()}
+    fork = tmp_path / "fork"
+    assert main(["train", "--fork", f"{whole}@2", "--out", str(fork)]) == 0
+    ours, theirs = weights(fork / "model-trained"), weights(whole / "model-trained")
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    assert {file.name for file in (fork / "pictures").iterdir()} == before
