@@ -314,7 +314,8 @@ def _rises(record: RunRecord) -> tuple[Change | None, Change | None]:
 
 
 def _pass_at_k(curve: Sequence[Mapping[str, Any]]) -> str:
-    if len(curve) < 2 or curve[0]["k"] == 1:
+    ks = {row["k"] for row in (*curve[:1], *curve[-1:])}
+    if len(curve) < 2 or len(ks) > 1 or ks == {1}:
         return ""
     first, last = (row["heldout"]["pass_at_k"] for row in (curve[0], curve[-1]))
     return f"; pass@{curve[0]['k']} {first:.1%} -> {last:.1%}"
