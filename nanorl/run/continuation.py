@@ -113,8 +113,11 @@ KEPT: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Options that a run keeps: why, and what to do instead. So do those that no list here names: they
 say what the run is about."""
 
-_HELDOUT = ("tasks", "evaluation.seed")
-"""Options that decide which tasks an evaluation is of."""
+_PLAYED = ("tasks", "env", "env_args", "env_weights", "reward", "reward_args")
+"""Options that decide what is played, and what it earns."""
+
+_HELDOUT = (*_PLAYED, "evaluation.seed")
+"""Options that decide which tasks an evaluation is of, and which of them are solved."""
 
 
 def differences(saved: RunConfig, config: RunConfig) -> Changes:
@@ -375,8 +378,8 @@ def take_over(config: RunConfig) -> None:
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
         cursor.evaluations.clear()
-    if not config.rl.replay.share:
-        cursor.flow.pop("replay", None)
+    if not config.rl.replay.share or any(name in changed for name in _PLAYED):
+        cursor.flow.pop("replay", None)  # nobody wants it, or it would teach other rewards
     elif cursor.flow:
         from nanorl.run.replay_state import flow_of_fork  # few runs replay
 

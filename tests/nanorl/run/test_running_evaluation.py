@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 import nanorl
-from nanoengine.state.checkpoint import latest_checkpoint, list_checkpoints, open_checkpoint
+from nanoengine.state.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    read_cursor,
+)
 from nanoengine.state.fingerprint import fingerprint
 from nanoengine.stop_signals import Interrupted
 from nanorl.commands.compare import read_evaluation
@@ -25,6 +31,7 @@ from nanorl.observability.results import StepResult
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
 from nanorl.run import rl_phase, running_evaluation, state
+from nanorl.run.continuation import find_origin, take_over
 from nanorl.run.evaluation_beside import WaitingPublisher
 from nanorl.run.kept_records import KeptRLEvaluations
 from nanorl.run.observers import make_observers
@@ -326,6 +333,30 @@ def test_a_fork_has_a_best_of_its_own(scripted: None, tmp_path: Path) -> None:
     assert [row["step"] for row in forked["evaluations"]] == [0, 2, 4, 5, 6]
     assert forked["best_step"] == 6  # the better ones are of a run whose checkpoints it has not
     assert find_models(f"{tmp_path / 'fork'}:best").place.is_relative_to(tmp_path / "fork")
+
+
+def test_a_fork_that_plays_something_else_takes_no_score_and_no_group_along(
+    scripted: None, tmp_path: Path
+) -> None:
+    """Success before RL would be of other tasks, or of other rewards, than success after it."""
+    run = tmp_path / "run"
+    train(run, **{"rl.replay.share": 0.5, "rl.algorithm.advantage": "grpo"}, evaluation=LOOKS)
+    origin = read_run(run)
+    stands = read_cursor(find_origin(f"{run}@5").checkpoint)
+    assert stands["results"] and stands["evaluations"] and stands["flow"]["replay"]["groups"]
+    changes: dict[str, dict[str, Any]] = {
+        "rate": {"rl": replace(origin.rl, lr=1e-5)},
+        "environment": {"env": "mine.py:Mine"},
+        "reward": {"reward": "mine.py:score"},
+    }
+    for name, change in changes.items():
+        fork = replace(origin, out=tmp_path / name, fork=f"{run}@5", **change)
+        take_over(fork)
+        [taken] = list_checkpoints(fork.run_dir / "checkpoints")
+        cursor, is_alike = read_cursor(taken), name == "rate"
+        assert bool(cursor["results"]) == bool(cursor["evaluations"]) == is_alike
+        assert ("replay" in cursor["flow"]) == is_alike
+        assert cursor["flow"]["queue"] == stands["flow"]["queue"]
 
 
 def test_an_asynchronous_run_looks_with_the_weights_that_the_step_left(tmp_path: Path) -> None:
