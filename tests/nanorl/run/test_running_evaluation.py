@@ -36,6 +36,7 @@ from nanorl.run.evaluation_beside import WaitingPublisher
 from nanorl.run.kept_records import KeptRLEvaluations
 from nanorl.run.observers import make_observers
 from nanorl.run.run_checkpoints import RunCheckpoints
+from nanorl.run.running_evaluation import is_better
 from nanorl.run.saved_models import find_models, read_run
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -119,6 +120,21 @@ def test_a_row_is_said_in_words() -> None:
         "the best so far"
     )
     assert "pass@" not in line(row | {"k": 1}, is_best=False)
+
+
+def test_the_best_is_of_evaluations_that_measured_the_same() -> None:
+    """Greedy success is mostly higher than sampled success, and few tasks may be easy ones."""
+
+    def row(success: float, temperature: float = 1.0, num_tasks: int = 50) -> dict[str, Any]:
+        return {
+            "temperature": temperature,
+            "heldout": {"success": success, "num_tasks": num_tasks},
+        }
+
+    assert is_better(row(0.0), {})
+    assert is_better(row(0.5), row(0.4)) and not is_better(row(0.4), row(0.4))
+    assert is_better(row(0.3), row(0.6, temperature=0.0))
+    assert is_better(row(0.3), row(0.6, num_tasks=2))
 
 
 @pytest.mark.parametrize(
