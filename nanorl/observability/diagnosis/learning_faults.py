@@ -140,7 +140,7 @@ def collapsed(record: RunRecord) -> Finding | None:
         why="steps that are too large, or a reward that prefers something else, spoil what was "
         "learnt",
         remedy=f"lower --rl.lr {lr:g} to {lr / 3:.2g} or {lr / 10:.2g}, and go on from before it "
-        "(--fork RUN@step, RUN:best); if another finding names the reward, mend that first",
+        "(--fork RUN@step or RUN:best); if another finding names the reward, mend that first",
     )
 
 

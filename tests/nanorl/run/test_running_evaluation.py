@@ -223,6 +223,15 @@ def test_the_best_checkpoint_is_kept_by_its_name_and_the_others_by_their_steps(
     assert find_models(f"{run}@0").place.parent == run / "start"
     with pytest.raises(ValueError, match=r"no checkpoint after 4 .* there are: @0, @2, @5"):
         find_models(f"{run}@4")
+    for name in (f"{run}@2", f"{run}:best"):  # a fork begins there, too
+        origin = find_origin(name)
+        assert (origin.checkpoint, origin.run, origin.name) == (kept.place, run, f"{run}@2")
+    assert find_origin(str(run)).name == f"{run}@5"
+    with pytest.raises(ValueError, match=r"no such checkpoint; there are: @0, @2, @5 \(@done\)"):
+        find_origin(f"{run}@4")
+    take_over(replace(read_run(run), out=tmp_path / "fork", fork=f"{run}:best"))
+    [taken] = list_checkpoints(tmp_path / "fork" / "checkpoints")
+    assert read_cursor(taken)["step"] == 2 and not read_cursor(taken)["best"]
     before, best = read_evaluation(f"{run}@0"), read_evaluation(f"{run}:best")
     assert [one.task_id for one in before.scores] == [one.task_id for one in best.scores]
     assert before.about["step"] == 0 and best.about["step"] == 2
