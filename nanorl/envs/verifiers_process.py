@@ -132,12 +132,12 @@ class _Life:
             raise InfrastructureError(f"python={python}: {error.strerror}") from error
         self._first = _Pending(0)
         self._pending[0] = self._first
-        self._threads = [
+        self._log_reader, answers = (
             threading.Thread(target=work, daemon=True, name="verifiers")
-            for work in (self._read_answers, self._read_log)
-        ]
-        for thread in self._threads:
-            thread.start()
+            for work in (self._read_log, self._read_answers)
+        )
+        self._log_reader.start()
+        answers.start()
         self._write(dict(spec))
         try:
             self._first.ended.result(START_S)
@@ -212,6 +212,8 @@ class _Life:
         if not reason:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LETTING_GO_S)
+                kill_marked(self._mark)  # what it started may hold its log open
+                self._log_reader.join(LETTING_GO_S)  # or its last words would be missing
             said = b"".join(self._log).decode(errors="replace").strip()[-1500:]
             reason = f"exit code {self._process.returncode}. {said}"
         self.kill(reason)
