@@ -11,6 +11,7 @@ holds the whole critic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from nanoengine.config import EngineConfig
 from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import Sample
+from nanoengine.packing import MicroBatch, Sample
 from nanoengine.state.whole_engine import Engine
 
 _SEEING = "nanoengine.vision.seeing_value:SeeingValueModel"
@@ -77,3 +78,8 @@ class ValueEngine(Engine):
     def forward_values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """For each sample its values, one for each token; 0 where the loss mask is 0."""
         return self.forward_logprobs(samples, only_masked=True)
+
+    def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        # A value is of a state. What truncation kept of the vocabulary has no say in it, and would
+        # have log-probs computed in its place.
+        return super()._passes([replace(sample, kept=None) for sample in samples])

@@ -1,6 +1,7 @@
 """`ReplayGroups`: groups that had a signal, kept and trained on again beside the fresh ones.
 
-    kept      a fresh group whose members earned unlike rewards: the others teach nothing
+    kept      a fresh group with a signal whose members earned unlike rewards: the others teach
+              nothing, or, by their lengths, turns or parts alone, nothing that was rare
     drawn     `ReplayPolicy.num_groups` a step without replacement, by weight 1 − p, where p is the
               share of the group's members that earned its best reward. So rare successes come
               first (Kimi k1.5 draws problems by 1 − success rate, arXiv 2501.12599, section 2.3.4)
@@ -143,7 +144,9 @@ class ReplayGroups:
         for name in batch_metrics([*rollouts, *again], self._spec):
             learnt.pop(name, None)  # also what only a replayed environment counted
         learnt.update(batch_metrics(rollouts, self._spec))
-        learnt["num_trained_rollouts"] -= sum(self._is_trained(one, stats) for one in again)
+        self._spec.select(rollouts, learnt)  # which counts those that it masks
+        chosen = self._spec.select(again, {})
+        learnt["num_trained_rollouts"] -= sum(self._is_trained(one, stats) for one in chosen)
         for one in again:
             stats.pop(one.rollout_id, None)
         self.keep(fresh, step)
@@ -154,10 +157,12 @@ class ReplayGroups:
         draw any more."""
         for group in fresh:
             earned = [self._spec.earned(one) for one in group]
-            if not all(has_signal(earned, [0] * len(group))) or not group:
+            # Not of what was earned: with a reward of length no two members earn quite the same,
+            # and any group would look rare.
+            rewards = [one.total_reward for one in group]
+            if len(set(rewards)) < 2 or not all(has_signal(earned, [0] * len(group))):
                 continue
-            best = earned[max(range(len(group)), key=lambda i: group[i].total_reward)]
-            rarity = sum(one != best for one in earned) / len(group)
+            rarity = sum(one != max(rewards) for one in rewards) / len(group)
             self._kept.append(KeptGroup(rollouts=group, rarity=rarity, is_stored=self._store_keeps))
         self._kept = [one for one in self._kept if self._is_fit(one, step + 1)]
         excess = max(0, len(self._kept) - self._policy.capacity)

@@ -53,8 +53,8 @@ class RunConfig:
     """Go on from the last checkpoint in --out, with the options given here changed from there on;
     history.jsonl records them."""
     fork: str = ""
-    """Begin at a checkpoint of another run, RUN, RUN@7 (after 7 RL steps) or RUN@done, with its
-    options and those given here. That run stays as it is."""
+    """Begin at a checkpoint of another run, RUN, RUN@7 (after 7 RL steps), RUN@done or RUN:best,
+    with its options and those given here. That run stays as it is."""
     model: str | None = None
     """A Hugging Face folder, a .gguf file or a hub id instead of the preset's model."""
     env: str | tuple[str, ...] = ""

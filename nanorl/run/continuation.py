@@ -43,6 +43,7 @@ from nanorl.options.run_kind import PICTURES
 from nanorl.options.trust import remember, require
 from nanorl.run.cursor import (
     AFTER_RL,
+    BEST,
     CHECKPOINTS,
     START,
     WARMING_UP,
@@ -114,8 +115,11 @@ KEPT: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Options that a run keeps: why, and what to do instead. So do those that no list here names: they
 say what the run is about."""
 
-_HELDOUT = ("tasks", "evaluation.seed")
-"""Options that decide which tasks an evaluation is of."""
+_PLAYED = ("tasks", "env", "env_args", "env_weights", "reward", "reward_args")
+"""Options that decide what is played, and what it earns."""
+
+_HELDOUT = (*_PLAYED, "evaluation.seed")
+"""Options that decide which tasks an evaluation is of, and which of them are solved."""
 
 
 def differences(saved: RunConfig, config: RunConfig) -> Changes:
@@ -286,14 +290,19 @@ class Origin:
 
 
 def find_origin(text: str) -> Origin:
-    """Find the checkpoint that RUN, RUN@7 or RUN@done names. ValueError says which there are."""
+    """Find the checkpoint that RUN, RUN@7, RUN@done or RUN:best names. ValueError says which there
+    are."""
     folder, place = run_and_place(text)
+    folders = (START, BEST, CHECKPOINTS)  # of two at a place the last is taken, the run's newest
+    if not place and text.endswith(f":{BEST}") and not Path(text).exists():
+        folder, folders = text.removesuffix(f":{BEST}"), (BEST,)
     run = Path(folder)
     config = read_config(run, flag=f"--fork {text}")
     found = [
         Origin(run=run, config=config, checkpoint=one, cursor=cursor)
-        # The one with which RL began first: of two at a place the run's newest is taken.
-        for one, cursor in saved_places(run, config, (START, CHECKPOINTS))
+        for one, cursor in saved_places(run, config, folders)
+        # The critic's own checkpoints are deleted as the run's are: the best one may have lost its.
+        if not cursor.critic or (run / "critic" / cursor.critic).is_dir()
     ]
     if place and place != "done" and not place.isdigit():
         raise ValueError(f"--fork {text}: give a number of RL steps after the @, or done")
@@ -313,7 +322,7 @@ def _why_not(place: str, config: RunConfig) -> str:
     return (
         "Older ones are deleted: it keeps the newest --keep-checkpoints "
         f"{config.keep_checkpoints}, one every --save-every {config.save_every} steps and one at "
-        "the end of each phase"
+        "the end of each phase, and with --evaluation.every the best"
     )
 
 
@@ -376,8 +385,8 @@ def take_over(config: RunConfig) -> None:
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
         cursor.evaluations.clear()
-    if not config.rl.replay.share:
-        cursor.flow.pop("replay", None)
+    if not config.rl.replay.share or any(name in changed for name in _PLAYED):
+        cursor.flow.pop("replay", None)  # nobody wants it, or it would teach other rewards
     elif cursor.flow:
         from nanorl.run.replay_state import flow_of_fork  # few runs replay
 

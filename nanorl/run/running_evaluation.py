@@ -17,7 +17,7 @@ Left out: greedy success before and after RL (evaluation_phase.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,16 +48,15 @@ class RunningEvaluation:
         return cursor.step % every == 0 or cursor.step == steps
 
     async def play(self) -> bool:
-        """Evaluate the policy, and tell the observers. True where none before was better on
-        held-out tasks. It may be cancelled: nothing is noted then."""
+        """Evaluate the policy, and tell the observers. True where it is the best so far
+        (`is_better`). It may be cancelled: nothing is noted then."""
         state, options, start = self._state, self._options, time.perf_counter()
         played = {split: await self._play_split(split) for split in SPLITS}
         found = {split: figures(pairs, options.k) for split, pairs in played.items()}
         seconds, step = time.perf_counter() - start, state.cursor.step
         about = {"step": step, "k": options.k, "temperature": options.temperature}
         row: dict[str, Any] = {**about, **found, "seconds": seconds}
-        best = state.cursor.best
-        is_best = not best or row["heldout"]["success"] > best["heldout"]["success"]
+        is_best = is_better(row, state.cursor.best)
         state.cursor.evaluations.append(row)
         if is_best:
             state.cursor.best = row
@@ -92,3 +91,13 @@ class RunningEvaluation:
         if split == "heldout":
             return tasks.heldout[:count]
         return list({task.task_id: task for task in tasks.train.batch(0, count)}.values())
+
+
+def is_better(row: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    """Say whether an evaluation is better on held-out tasks than the best one before, if there is
+    one. One of other tasks or at another temperature, as before `--resume` with other options,
+    measured something else: the best is looked for anew."""
+    if not best or row["temperature"] != best["temperature"]:
+        return True
+    one, other = row["heldout"], best["heldout"]
+    return bool(one["num_tasks"] != other["num_tasks"] or one["success"] > other["success"])

@@ -140,7 +140,7 @@ def collapsed(record: RunRecord) -> Finding | None:
         why="steps that are too large, or a reward that prefers something else, spoil what was "
         "learnt",
         remedy=f"lower --rl.lr {lr:g} to {lr / 3:.2g} or {lr / 10:.2g}, and go on from before it "
-        "(--fork RUN@step, RUN:best); if another finding names the reward, mend that first",
+        "(--fork RUN@step or RUN:best); if another finding names the reward, mend that first",
     )
 
 
@@ -314,7 +314,8 @@ def _rises(record: RunRecord) -> tuple[Change | None, Change | None]:
 
 
 def _pass_at_k(curve: Sequence[Mapping[str, Any]]) -> str:
-    if len(curve) < 2 or curve[0]["k"] == 1:
+    ks = {row["k"] for row in (*curve[:1], *curve[-1:])}
+    if len(curve) < 2 or len(ks) > 1 or ks == {1}:
         return ""
     first, last = (row["heldout"]["pass_at_k"] for row in (curve[0], curve[-1]))
     return f"; pass@{curve[0]['k']} {first:.1%} -> {last:.1%}"

@@ -194,7 +194,7 @@ def read_record(
         late=Window(rows=late, groups=_groups(store, late)),
         tasks={one.task_id: one for one in store.tasks()},
         times_seen=len(groups) / max(len(tasks), 1),
-        curve=_curve(folder / RL_EVALUATIONS_FILE, config),
+        curve=_curve(folder / RL_EVALUATIONS_FILE),
         before=_evaluation(folder / "eval-before.json"),
         after=_evaluation(folder / "eval-after.json"),
         greedy=_greedy_move(folder / EVALUATIONS_FILE),
@@ -251,22 +251,27 @@ def _greedy_move(file: Path) -> GreedyMove | None:
     return GreedyMove(num=len(pairs), num_same=len(same), nats=_mean(differences))
 
 
-def _curve(file: Path, config: RunConfig) -> list[dict[str, Any]]:
+def _curve(file: Path) -> list[dict[str, Any]]:
     """Read the evaluations while RL went on, from their rollouts: a run that goes on has no
-    summary."""
+    summary, and may have gone on with another number of samples."""
     if not file.is_file():
         return []
-    k = config.evaluation.k
     with RolloutStore(file, is_read_only=True) as store:
         tasks = {one.task_id: one for one in store.tasks()}
         found = []
         for step in sorted(store.steps()):
             played = {split: _of_split(store.query(step=step), tasks, split) for split in SPLITS}
             if all(played.values()):  # the training tasks of one may be on their way
+                k = min(map(_num_samples, played.values()))
                 row = {name: figures(one, k) for name, one in played.items()}
                 shares = {name: _shares(one) for name, one in played.items()}
                 found.append({"step": step, "k": k, "shares": shares, **row})
     return found
+
+
+def _num_samples(played: Sequence[tuple[Task, Rollout]]) -> int:
+    """Count the samples of the task that has fewest."""
+    return min(Counter(task.task_id for task, _ in played).values())
 
 
 def _shares(played: Sequence[tuple[Task, Rollout]]) -> dict[str, float]:

@@ -203,7 +203,7 @@ def _score(task: Task, rollouts: Sequence[Rollout]) -> TaskScore:
         prompt=task.prompt_text[:PROMPT_CHARS],
         num_samples=len(rollouts),
         num_successes=sum(rollout.is_success for rollout in rollouts),
-        mean_reward=fmean(rollout.reward + sum(rollout.turn_rewards) for rollout in rollouts),
+        mean_reward=fmean(rollout.total_reward for rollout in rollouts),
         parts={name: fmean(values) for name, values in parts.items()},
     )
 

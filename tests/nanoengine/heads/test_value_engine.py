@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,28 @@ def test_the_gradient_of_the_head_is_that_of_a_linear_regression() -> None:
     by_hand = (-2 * hidden[3:6]).sum(0)
     # a head of zeros sends nothing into the body: this is the whole gradient
     assert result["grad_norm"] == pytest.approx(float(by_hand.norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_truncation_kept_of_the_vocabulary_changes_no_value_and_no_update(tied: bool) -> None:
+    config = EngineConfig(dtype="fp32", lr=1e-2, share_prefix=True)
+    one, other = (ValueEngine(ValueModel(make_policy(tied=tied)), config) for _ in range(2))
+    plain = a_group()
+    drawn = [
+        replace(
+            sample,
+            kept=[
+                sorted({token, 3, 40}) if is_action else []
+                for token, is_action in zip(sample.tokens, sample.loss_mask, strict=True)
+            ],
+        )
+        for sample in plain
+    ]
+    for _ in range(3):  # after the first one values are not 0
+        assert one.train_step(plain, squares) == other.train_step(drawn, squares)
+        pairs = zip(one.forward_values(plain), other.forward_values(drawn), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert isinstance(other.model, ValueModel) and other.model.value_head.any()
 
 
 def test_a_critic_resumes_bit_equal(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from nanorl.observability.results import StepResult
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.run.trainer import Trainer
-from nanorl.types import Rollout, TokenStats
+from nanorl.types import Rollout, Status, TokenStats
 
 TWO = ReplayPolicy(share=0.5, capacity=3, max_age=4, max_uses=2)
 
@@ -69,6 +69,25 @@ def test_groups_with_a_signal_are_kept_with_the_share_that_earned_less_than_the_
     replay.keep([*fresh, []], 0)
     kept = {one.name: one.rarity for one in replay.kept}
     assert kept == {"rare": 0.75, "common": 0.25, "graded": 0.5, "below": 0.5}
+
+
+def test_lengths_make_no_group_rare() -> None:
+    """With a reward of length any two members earn something unlike: a rare success still comes
+    before a common one, and failures of several lengths are none."""
+    replay = ReplayGroups(
+        replace(TWO, capacity=9), AlgorithmSpec(length_coef=0.1),
+        seed=0, num_fresh=2, store_keeps=True,
+    )  # fmt: skip
+    fresh = [
+        group("rare", 0, 0, 1, 0), group("common", 1, 1, 0, 1), group("failures", 0, 0, 0, 0),
+        group("solved", 1, 1, 1, 1),
+    ]  # fmt: skip
+    for members in fresh:
+        for one, length in zip(members, (1, 2, 3, 4), strict=True):
+            one.tokens, one.loss_mask = [1, *[2] * length], [0, *[1] * length]
+            one.logps, one.versions = [0.0, *[-0.5] * length], [-1, *[0] * length]
+    replay.keep(fresh, 0)
+    assert {one.name: one.rarity for one in replay.kept} == {"rare": 0.75, "common": 0.25}
 
 
 def test_of_too_many_the_commonest_successes_go_first_and_of_equals_the_oldest() -> None:
@@ -312,6 +331,24 @@ def test_what_was_counted_in_a_replayed_episode_alone_is_no_metric_of_the_step()
     assert learnt["num_trained_rollouts"] == 0.0 and learnt["replayed_success"] == 0.5
     assert learnt["replayed_age_mean"] == 1.0 and learnt["replay_kept"] == 1.0
     assert sorted(stats) == ["b-m0", "b-m1"]
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_rollouts_that_were_cut_off_are_masked_and_counted_where_they_are_fresh(
+    entropy_coef: float,
+) -> None:
+    """Also where rollouts without an advantage are trained on, for another term's sake."""
+    spec = AlgorithmSpec(mask_truncated=True, entropy_coef=entropy_coef)
+    replay = ReplayGroups(TWO, spec, seed=0, num_fresh=1, store_keeps=True)
+    old, fresh = group("a", 0, 1, 0, 1), group("b", 0, 1, 0, 1, version=1)
+    for one in (*old[:2], fresh[0]):
+        one.status = Status.TRUNCATED_TURN
+    replay.keep([old], 0)
+    batch = build_batch(replay.beside([fresh], 1), spec, max_tokens=8, version=1)
+    learnt = dict(batch.metrics)
+    assert (learnt["num_trained_rollouts"], learnt["num_masked_rollouts"]) == (5, 3)
+    replay.finish(1, [fresh], learnt, batch.stats)
+    assert (learnt["num_trained_rollouts"], learnt["num_masked_rollouts"]) == (3, 1)
 
 
 def test_replay_leaves_tasks_seeds_and_tries_as_they_are_and_changes_what_is_learnt() -> None:

@@ -24,6 +24,7 @@ from sick_envs import SMALL
 import nanorl
 from nanorl.cli import main
 from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.inspection.doctor.run_examination import examine_run
 from nanorl.observability.alarms.alarms import RunAlarms
 from nanorl.observability.alarms.alike import answers_alike
 from nanorl.observability.alarms.finding import Finding, Severity
@@ -766,6 +767,32 @@ def test_a_run_without_findings_ends_with_0(
     assert main(["doctor", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == {"run": str(tmp_path), "steps": 7, "is_ill": False, "findings": []}
+
+
+def test_a_run_that_went_on_with_another_number_of_samples_is_read(tmp_path: Path) -> None:
+    """`--resume --evaluation.k 4`: the first evaluation has no pass@4, and there is no rise."""
+    config = written(tmp_path, [[[0.0, 1.0]] * 4] * 6)
+    config = replace(config, evaluation=replace(config.evaluation, k=4))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    with RolloutStore(tmp_path / "evaluations-rl.sqlite") as store:
+        for step, k in ((0, 2), (6, 4)):
+            for split in ("heldout", "train"):
+                name, task = f"eval-rl{step}-{split}-0", Task(f"{split}", answer="x")
+                played = [
+                    replace(
+                        rollout(0, float(member == 0)),
+                        task_id=task.task_id, group_id=name, rollout_id=f"{name}-m{member}",
+                    )
+                    for member in range(k)
+                ]  # fmt: skip
+                store.add_tasks([task])
+                store.add_group(played, step=step)
+    record, _ = examine_run(tmp_path)
+    found = [(row["step"], row["k"], row["heldout"]["success"]) for row in record.curve]
+    assert found == [(0, 2, 0.5), (6, 4, 0.25)]
+    assert all(row["heldout"]["pass_at_k"] == 1.0 for row in record.curve)
+    assert learning_faults._pass_at_k(record.curve) == ""
+    assert learning_faults._pass_at_k(record.curve[1:] * 2) == "; pass@4 100.0% -> 100.0%"
 
 
 def test_a_folder_that_is_no_run_s_is_an_error(

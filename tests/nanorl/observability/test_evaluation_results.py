@@ -12,7 +12,7 @@ from nanorl.commands.evaluate import EvalOptions
 from nanorl.observability.report.comparison import PairedComparison, comparison_text
 from nanorl.observability.report.evaluation import Evaluation, TaskScore, evaluation_text
 from nanorl.task import Task
-from nanorl.types import Rollout, TurnSpan
+from nanorl.types import Branch, Rollout, TurnSpan
 
 
 def rollout(task: Task, reward: float, **more: object) -> Rollout:
@@ -57,6 +57,19 @@ def test_an_evaluation_counts_by_task_and_survives_its_file(tmp_path: Path) -> N
     said = json.loads((tmp_path / "eval.json").read_text())
     assert said["per_kind"]["y"]["value"] == 0.0 and said["pass_at"]["2"]["value"] == 0.5
     assert "pass@2       50.0% (95 %: 9.5 to 90.5)" in evaluation_text(found)
+
+
+def test_the_mean_reward_has_turns_of_all_sequences_in_it() -> None:
+    """As the reward of a training step: what was earned before a history was compacted, too."""
+    task = Task("a", 1)
+    before = Branch(
+        tokens=[1, 2], loss_mask=[0, 1], logps=[0.0, -1.0], versions=[-1, 0],
+        turn_spans=[TurnSpan(action_start=1, action_end=2, observation_end=2)],
+        turn_rewards=[0.5], is_history=True,
+    )  # fmt: skip
+    one = rollout(task, 1.0, turn_rewards=[0.25], branches=[before])
+    found = Evaluation.of([(task, one)], title="t", about={}, seconds=1.0)
+    assert found.mean_reward.value == one.total_reward == 1.75
 
 
 def test_only_common_tasks_are_compared_and_the_others_are_counted_out_loud() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 import nanorl
-from nanoengine.state.checkpoint import latest_checkpoint, list_checkpoints, open_checkpoint
+from nanoengine.state.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    read_cursor,
+)
 from nanoengine.state.fingerprint import fingerprint
 from nanoengine.stop_signals import Interrupted
 from nanorl.commands.compare import read_evaluation
@@ -25,10 +31,12 @@ from nanorl.observability.results import StepResult
 from nanorl.observability.store import RolloutStore
 from nanorl.options.phase_config import EvaluationConfig
 from nanorl.run import rl_phase, running_evaluation, state
+from nanorl.run.continuation import find_origin, take_over
 from nanorl.run.evaluation_beside import WaitingPublisher
 from nanorl.run.kept_records import KeptRLEvaluations
 from nanorl.run.observers import make_observers
 from nanorl.run.run_checkpoints import RunCheckpoints
+from nanorl.run.running_evaluation import is_better
 from nanorl.run.saved_models import find_models, read_run
 from nanorl.task import Task
 from nanorl.types import Rollout, Status
@@ -112,6 +120,21 @@ def test_a_row_is_said_in_words() -> None:
         "the best so far"
     )
     assert "pass@" not in line(row | {"k": 1}, is_best=False)
+
+
+def test_the_best_is_of_evaluations_that_measured_the_same() -> None:
+    """Greedy success is mostly higher than sampled success, and few tasks may be easy ones."""
+
+    def row(success: float, temperature: float = 1.0, num_tasks: int = 50) -> dict[str, Any]:
+        return {
+            "temperature": temperature,
+            "heldout": {"success": success, "num_tasks": num_tasks},
+        }
+
+    assert is_better(row(0.0), {})
+    assert is_better(row(0.5), row(0.4)) and not is_better(row(0.4), row(0.4))
+    assert is_better(row(0.3), row(0.6, temperature=0.0))
+    assert is_better(row(0.3), row(0.6, num_tasks=2))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +223,15 @@ def test_the_best_checkpoint_is_kept_by_its_name_and_the_others_by_their_steps(
     assert find_models(f"{run}@0").place.parent == run / "start"
     with pytest.raises(ValueError, match=r"no checkpoint after 4 .* there are: @0, @2, @5"):
         find_models(f"{run}@4")
+    for name in (f"{run}@2", f"{run}:best"):  # a fork begins there, too
+        origin = find_origin(name)
+        assert (origin.checkpoint, origin.run, origin.name) == (kept.place, run, f"{run}@2")
+    assert find_origin(str(run)).name == f"{run}@5"
+    with pytest.raises(ValueError, match=r"no such checkpoint; there are: @0, @2, @5 \(@done\)"):
+        find_origin(f"{run}@4")
+    take_over(replace(read_run(run), out=tmp_path / "fork", fork=f"{run}:best"))
+    [taken] = list_checkpoints(tmp_path / "fork" / "checkpoints")
+    assert read_cursor(taken)["step"] == 2 and not read_cursor(taken)["best"]
     before, best = read_evaluation(f"{run}@0"), read_evaluation(f"{run}:best")
     assert [one.task_id for one in before.scores] == [one.task_id for one in best.scores]
     assert before.about["step"] == 0 and best.about["step"] == 2
@@ -318,6 +350,18 @@ def test_a_short_list_of_training_tasks_counts_each_once(scripted: None, tmp_pat
     assert len(played) == 5 * 3
 
 
+def test_it_plays_as_many_held_out_tasks_as_it_says_whatever_those_around_rl_play(
+    scripted: None, tmp_path: Path
+) -> None:
+    looks = LOOKS | {"num_tasks": 2, "num_tasks_each": 5}
+    summary = train(tmp_path / "run", evaluation=looks, **{"rl.steps": 2})
+    numbers = [
+        (row["heldout"]["num_tasks"], row["train"]["num_tasks"]) for row in summary["evaluations"]
+    ]
+    assert numbers == [(5, 5), (5, 5)]
+    assert summary["heldout_n"] == summary["heldout_n_before"] == 2
+
+
 def test_a_fork_has_a_best_of_its_own(scripted: None, tmp_path: Path) -> None:
     train(tmp_path / "run", evaluation=LOOKS)
     forked = train(
@@ -326,6 +370,30 @@ def test_a_fork_has_a_best_of_its_own(scripted: None, tmp_path: Path) -> None:
     assert [row["step"] for row in forked["evaluations"]] == [0, 2, 4, 5, 6]
     assert forked["best_step"] == 6  # the better ones are of a run whose checkpoints it has not
     assert find_models(f"{tmp_path / 'fork'}:best").place.is_relative_to(tmp_path / "fork")
+
+
+def test_a_fork_that_plays_something_else_takes_no_score_and_no_group_along(
+    scripted: None, tmp_path: Path
+) -> None:
+    """Success before RL would be of other tasks, or of other rewards, than success after it."""
+    run = tmp_path / "run"
+    train(run, **{"rl.replay.share": 0.5, "rl.algorithm.advantage": "grpo"}, evaluation=LOOKS)
+    origin = read_run(run)
+    stands = read_cursor(find_origin(f"{run}@5").checkpoint)
+    assert stands["results"] and stands["evaluations"] and stands["flow"]["replay"]["groups"]
+    changes: dict[str, dict[str, Any]] = {
+        "rate": {"rl": replace(origin.rl, lr=1e-5)},
+        "environment": {"env": "mine.py:Mine"},
+        "reward": {"reward": "mine.py:score"},
+    }
+    for name, change in changes.items():
+        fork = replace(origin, out=tmp_path / name, fork=f"{run}@5", **change)
+        take_over(fork)
+        [taken] = list_checkpoints(fork.run_dir / "checkpoints")
+        cursor, is_alike = read_cursor(taken), name == "rate"
+        assert bool(cursor["results"]) == bool(cursor["evaluations"]) == is_alike
+        assert ("replay" in cursor["flow"]) == is_alike
+        assert cursor["flow"]["queue"] == stands["flow"]["queue"]
 
 
 def test_an_asynchronous_run_looks_with_the_weights_that_the_step_left(tmp_path: Path) -> None:
