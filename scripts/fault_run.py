@@ -150,6 +150,7 @@ class DisturbedRun:
 
     out: Path
     arguments: Sequence[str]
+    program: Path = ROOT / "scripts" / "train_agent.py"
     faults: list[Fault] = field(default_factory=list)
     descriptors: list[tuple[int, int, int]] = field(default_factory=list)
     """How many roles lived; open descriptors of the driver and of the process that forks."""
@@ -164,7 +165,7 @@ class DisturbedRun:
         self._places: list[str] = []  # the newest checkpoint when a learner was struck
         self._last_young: dict[str, float] = {}
         environment = os.environ | {"TMPDIR": str(self.scratch), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / "scripts" / "train_agent.py"), *self.arguments]
+        command = [sys.executable, str(self.program), *self.arguments]
         with self.log.open("a") as log:
             self.driver = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ROOT
-from test_faults import CLUSTER, LIMIT_S, await_true, strike
+from paced_run import Pace
+from test_faults import CLUSTER, LIMIT_S, await_steps, paced, strike
 
 from nanorl.flow.journal import Journal
 from nanorl.observability.report.metrics import read_metrics
@@ -17,7 +18,7 @@ from nanorl.observability.store import RolloutStore
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
-    from fault_run import SMALL, DisturbedRun, expected_ids
+    from fault_run import SMALL, expected_ids
 finally:
     sys.path.pop(0)
 
@@ -39,20 +40,21 @@ def played(out: Path) -> set[int]:
 
 
 def test_an_asynchronous_run_that_is_killed_trains_on_every_group_once(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    resume = (*CLUSTER, "--resume", "--out", str(out))
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
+    resume = (*CLUSTER, "--resume")
     kept: list[set[int]] = []
-    for number, (step, arguments) in enumerate(
-        [(2, (*ASYNC, *CLUSTER, "--out", str(out))), (5, resume), (8, resume)]
-    ):
-        with DisturbedRun(out, arguments) as run:
-            await_true(run, lambda step=step: run.step() >= step)  # type: ignore[misc]
+    pace.allow(0)
+    # No checkpoint has learnt from the last steps before each of these: the journal has them.
+    for number, (step, arguments) in enumerate([(2, (*ASYNC, *CLUSTER)), (5, resume), (8, resume)]):
+        with paced(out, pace, *arguments) as run:
+            await_steps(run, pace, step)
             if number == 1:
                 strike(run, "collector", signal.SIGKILL)
             run.driver.kill()
             run.wait(LIMIT_S)
             kept.append(played(out))
-    with DisturbedRun(out, resume) as run:
+    pace.allow(STEPS)
+    with paced(out, pace, *resume) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert not run.noise(), run.output()
     rows = read_metrics(out / "metrics.jsonl")

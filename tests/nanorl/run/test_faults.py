@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ROOT, RunProcess
+from paced_run import Pace
 from waiting import wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -35,6 +36,8 @@ CLUSTER = (
     *("--cluster.backend", "local", "--rollout.replicas", "2"),
     *("--cluster.heartbeat-s", "0.3", "--cluster.hang-s", "4", "--cluster.start-s", "60"),
 )
+# Processes that send weights to each other meet within half the time after which one hangs.
+DIST = ("--cluster.transport", "dist", "--cluster.hang-s", "60")
 PLAN = (
     *(("collector", signal.SIGKILL), ("store", signal.SIGKILL), ("reference", signal.SIGKILL)),
     *(("replica", signal.SIGSTOP), ("trainer", signal.SIGKILL), ("critic", signal.SIGKILL)),
@@ -53,8 +56,19 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def paced(out: Path, pace: Pace, *arguments: str) -> DisturbedRun:
+    """A run in the folder `out`, which makes no more steps than it is allowed."""
+    return DisturbedRun(out, [str(pace.file), *arguments, "--out", str(out)], pace.program)
+
+
 def await_true(run: DisturbedRun, is_true: Callable[[], object]) -> None:
     wait_until(is_true, LIMIT_S, alive=lambda: run.is_alive, told=run.output)
+
+
+def await_steps(run: DisturbedRun, pace: Pace, num_steps: int) -> None:
+    """Until it has made so many; it waits there until it may make more."""
+    pace.allow(num_steps)
+    await_true(run, lambda: run.step() >= num_steps)
 
 
 def strike(run: DisturbedRun, role: str, number: signal.Signals) -> None:
@@ -68,12 +82,15 @@ def strike(run: DisturbedRun, role: str, number: signal.Signals) -> None:
 
 
 def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
-        for role, number in PLAN:
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
+    pace.allow(1)
+    with paced(out, pace, *OPTIONS, *CLUSTER) as run:
+        for count, (role, number) in enumerate(PLAN, 1):
             step = run.step()
             strike(run, role, number)
+            pace.allow(count + 1)  # one more than it had made at most
             await_true(run, lambda step=step: run.step() > step)  # type: ignore[misc]
+        pace.allow(STEPS)
         excess = Counter(process.kind for process in run.roles()) - EXPECTED
         assert not excess, f"predecessors that nobody ended: {excess}"
         checks = check(run, run.wait(LIMIT_S), calm, STEPS)
@@ -96,7 +113,7 @@ def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(
         assert run.wait(LIMIT_S) == 130, run.output()
         assert "go on with" in run.output() and not run.noise(), run.output()
         assert not any(run.leftovers().values()), run.leftovers()
-    again = (*CLUSTER, "--resume", "--cluster.transport", "dist", "--out", str(out))
+    again = (*CLUSTER, *DIST, "--resume", "--out", str(out))
     with DisturbedRun(out, again) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert "was not published" not in run.output()
@@ -106,12 +123,12 @@ def test_a_driver_that_is_told_to_end_while_roles_start_ends_as_ever(
 def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
     calm: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    resume = (*CLUSTER, "--resume", "--out", str(out))
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
 
     # Ctrl-C twice: to the whole group of processes, as a terminal does
-    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
-        await_true(run, lambda: run.step() >= 2)
+    pace.allow(0)
+    with paced(out, pace, *OPTIONS, *CLUSTER) as run:
+        await_steps(run, pace, 2)
         for _ in range(2):
             os.killpg(run.driver.pid, signal.SIGINT)
         assert run.wait(LIMIT_S) == 130, run.output()
@@ -119,8 +136,8 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
         assert not any(run.leftovers().values()), run.leftovers()
         assert not run.noise(), run.output()
 
-    with DisturbedRun(out, resume) as run:
-        await_true(run, lambda: run.step() >= 4)
+    with paced(out, pace, *CLUSTER, "--resume") as run:
+        await_steps(run, pace, 4)
         strike(run, "replica", signal.SIGSTOP)  # not even this one stays
         run.driver.kill()
         run.wait(LIMIT_S)
@@ -128,10 +145,11 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
 
     # To the end, with another transport: trainer and replicas meet, and a new trainer meets them
     # anew. Where it did not, the publication would fail.
-    with DisturbedRun(out, (*resume, "--cluster.transport", "dist")) as run:
+    with paced(out, pace, *CLUSTER, *DIST, "--resume") as run:
         before = run.output().count("the trainer died")
-        await_true(run, lambda: run.step() >= 6)
+        await_steps(run, pace, 6)
         strike(run, "trainer", signal.SIGKILL)
+        pace.allow(STEPS)
         assert run.wait(LIMIT_S) == 0, run.output()
         assert run.output().count("the trainer died") == before + 1, run.output()
         assert "was not published" not in run.output()
@@ -143,10 +161,11 @@ def test_a_run_whose_ray_ends_says_so_once_and_goes_on_with_the_same_bits(
     calm: Path, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
-    out = tmp_path / "run"
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
     ray = ("--cluster.backend", "ray", "--rollout.replicas", "1")
-    with DisturbedRun(out, [*OPTIONS, *ray, "--out", str(out)]) as run:
-        await_true(run, lambda: run.step() >= 2)
+    pace.allow(0)
+    with paced(out, pace, *OPTIONS, *ray) as run:
+        await_steps(run, pace, 2)
         (victim,) = [one for one in descendants(run.driver.pid) if one.name == name]
         os.kill(victim.pid, signal.SIGKILL)
         assert run.wait(LIMIT_S) not in (0, -signal.SIGKILL), run.output()

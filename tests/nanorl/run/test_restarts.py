@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from forked_runs import ROOT, RunProcess
-from test_faults import CLUSTER, LIMIT_S, await_true
+from paced_run import Pace
+from test_faults import CLUSTER, LIMIT_S, await_steps, await_true, paced
 
 from nanorl.distributed.roles.policy_role import TrainerLost
 from nanorl.distributed.roles.role import RoleLost
@@ -96,7 +97,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill_collectors_until(run: DisturbedRun, said: str) -> None:
-    """Each as soon as it is there, the starting ones, too: more often than a role is restarted."""
+    """Each as soon as it is there, the starting ones, too: more often than a role is restarted.
+    The run makes no step meanwhile, so there is time for those that were ready before they were
+    seen."""
     seen: set[int] = set()
 
     def has_said() -> bool:
@@ -113,11 +116,13 @@ def kill_collectors_until(run: DisturbedRun, said: str) -> None:
 def test_a_run_that_lost_a_role_for_good_begins_again_and_ends_with_the_same_bits(
     calm: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
-        await_true(run, lambda: run.step() >= 2)
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
+    pace.allow(0)
+    with paced(out, pace, *OPTIONS, *CLUSTER) as run:
+        await_steps(run, pace, 2)
         kill_collectors_until(run, AGAIN)
         before = {process.pid for process in run.roles()}
+        pace.allow(STEPS)
         checks = check(run, run.wait(LIMIT_S), calm, STEPS)
     wrong = {name: what for name, (passed, what) in checks.items() if not passed}
     assert not wrong, (wrong, run.output())
@@ -132,10 +137,10 @@ def test_a_run_that_lost_a_role_for_good_begins_again_and_ends_with_the_same_bit
 
 @sandboxed
 def test_without_restarts_such_a_run_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    never = (*CLUSTER, "--monitor.restarts", "0")
-    with DisturbedRun(out, [*OPTIONS, *never, "--out", str(out)]) as run:
-        await_true(run, lambda: run.step() >= 1)
+    out, pace = tmp_path / "run", Pace(tmp_path / "pace")
+    pace.allow(0)
+    with paced(out, pace, *OPTIONS, *CLUSTER, "--monitor.restarts", "0") as run:
+        await_steps(run, pace, 1)
         kill_collectors_until(run, "go on with --resume")
         assert run.wait(LIMIT_S) != 0
         assert AGAIN not in run.output()

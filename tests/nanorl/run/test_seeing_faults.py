@@ -7,14 +7,16 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from forked_runs import ROOT, RunProcess
+from paced_run import Pace
 from run_outcomes import differences
 from seeing_options import NUM_ROLLOUTS, SEEING
-from test_faults import LIMIT_S, await_true
+from test_faults import LIMIT_S, await_steps, await_true, paced
 
 from nanoengine.formats.hf import load_model
 from nanoengine.heads.scorer import Scorer
@@ -53,11 +55,13 @@ class Game:
     def arguments(self) -> tuple[str, ...]:
         return "--env-args", f"hold={self.file}"
 
-    def kill(self, run: DisturbedRun, kind: str) -> None:
-        """Kill a process of that kind as soon as a game is held, and let games go on."""
+    def kill(self, run: DisturbedRun, kind: str, go_on: Callable[[], None] = lambda: None) -> None:
+        """Kill a process of that kind as soon as a game is held, and let games go on. `go_on` has a
+        run make the step after which the next games begin, where it waits for that."""
         step = run.step()
         self._held.unlink(missing_ok=True)
         self.file.touch()
+        go_on()
         await_true(run, self._held.exists)
         processes = [p for name, p in classified(run.driver.pid) if name == kind]
         assert processes, (kind, [name for name, _ in classified(run.driver.pid)])
@@ -125,12 +129,13 @@ def check_replay(run: Path, num_rollouts: int, capsys: pytest.CaptureFixture[str
 def test_a_driver_that_is_killed_within_a_game_goes_on_with_the_same_bits(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, game = tmp_path / "run", Game(tmp_path)
+    out, game, pace = tmp_path / "run", Game(tmp_path), Pace(tmp_path / "pace")
     options = (*SEEING, "--dtype", "bf16", "--keep-start", "--env-workers", "1", *game.arguments)
     options = (*options, "--model", str(model))
-    with DisturbedRun(out, [*options, "--out", str(out)]) as run:
-        await_true(run, lambda: run.step() >= 1)
-        game.kill(run, "driver")
+    pace.allow(0)
+    with paced(out, pace, *options) as run:
+        await_steps(run, pace, 1)
+        game.kill(run, "driver", go_on=lambda: pace.allow(2))
         run.wait(LIMIT_S)
     before = {file.name for file in (out / "pictures").iterdir()}
     with DisturbedRun(out, ["--resume", "--out", str(out)]) as run:
