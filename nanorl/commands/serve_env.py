@@ -10,7 +10,7 @@ that asks has them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import fcntl
 import os
 import secrets
 import signal
@@ -120,10 +120,11 @@ def kept_secret(folder: Path) -> bytes:
     file = folder / "serve-env.key"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as new:
-                new.write(secrets.token_bytes(32))
+        if not file.exists() or not file.stat().st_size:  # it is new, or its maker was killed
+            with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as new:
+                fcntl.flock(new, fcntl.LOCK_EX)  # another server may be about to write it
+                if not new.read():
+                    new.write(secrets.token_bytes(32))
         found = file.read_bytes()
         return found if len(found) == 32 and file.stat().st_uid == os.geteuid() else b""
     except OSError:

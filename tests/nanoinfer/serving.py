@@ -74,6 +74,24 @@ class Served:
 
 
 @contextlib.contextmanager
+def slow_steps(engine: LLMEngine) -> Iterator[None]:
+    """To the end of the block each step takes its time: a request of hundreds of tokens is under
+    way still when the next one comes, also where whoever sends that is late."""
+    is_over, step = threading.Event(), engine.step
+
+    def slow() -> Any:
+        is_over.wait(0.05)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        is_over.set()
+        engine.step = step  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def serve(
     engine: LLMEngine | None = None, tokenizer: ChatTokenizer | None = None, **options: Any
 ) -> Iterator[Served]:

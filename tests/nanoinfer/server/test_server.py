@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import KEY, Served, serve
+from serving import KEY, Served, serve, slow_steps
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
 from nanoengine.formats.hf import save_model
@@ -357,10 +357,11 @@ def test_weights_change_under_a_request_in_flight_and_each_token_says_whose_it_i
         import json
 
         headers = {"Authorization": f"Bearer {KEY}"}
-        connection.request("POST", "/generate", json.dumps(body), headers)
-        response = connection.getresponse()
-        response.readline()  # the first event: it is decoding
-        assert served.send("/pause", {})[1]["is_paused"]
+        with slow_steps(engine):
+            connection.request("POST", "/generate", json.dumps(body), headers)
+            response = connection.getresponse()
+            response.readline()  # the first event: it is decoding
+            assert served.send("/pause", {})[1]["is_paused"]
         steps = engine.metrics()["num_steps"]
         status, state = served.send("/update_weights", {"path": "new", "version": 3})
         assert (status, state["version"]) == (200, 3)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import KEY, Served, serve
+from serving import KEY, Served, serve, slow_steps
 from tiny_text import make_text_engine, make_tokenizer
+from waiting import wait_until
 
 from nanoinfer.params import SamplingParams
 
@@ -149,11 +150,13 @@ def test_aborted_requests_answer_what_they_have() -> None:
             answers[name] = served.send("/generate", body | {"request_id": name})
 
         threads = [threading.Thread(target=ask, args=(name,)) for name in "abc"]
-        for thread in threads:
-            thread.start()
-        while engine.metrics()["sampled_tokens"] < 12 or engine.num_unfinished < 3:
-            pass
-        assert served.send("/pause", {})[0] == 200
+        with slow_steps(engine):
+            for thread in threads:
+                thread.start()
+            wait_until(
+                lambda: engine.metrics()["sampled_tokens"] >= 12 and engine.num_unfinished == 3
+            )
+            assert served.send("/pause", {})[0] == 200
         assert served.send("/abort", {"request_id": "b"}) == (200, {"num_aborted": 1})
         threads[1].join()
         assert engine.num_unfinished == 2

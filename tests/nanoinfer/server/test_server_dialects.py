@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import POSITIONS, ScriptedEngine, scripted_engine
-from serving import KEY, Served, serve
+from serving import KEY, Served, serve, slow_steps
 from tiny_text import make_tokenizer
 
 from nanoinfer.dialects.exchange import ApiCall, ApiReply
@@ -340,15 +340,16 @@ def test_a_client_that_hangs_up_ends_its_request() -> None:
     with speaking("word " * 500) as (served, engine):
         connection = served.connect()
         body = {"model": "tiny", "stream": True, "input": "x"}
-        connection.request(
-            "POST", "/v1/responses", json.dumps(body), {"Authorization": f"Bearer {KEY}"}
-        )
-        response = connection.getresponse()
-        while b"delta" not in response.readline():
-            pass
-        response.close()
-        connection.close()
-        served.wait_idle()
+        with slow_steps(engine):
+            connection.request(
+                "POST", "/v1/responses", json.dumps(body), {"Authorization": f"Bearer {KEY}"}
+            )
+            response = connection.getresponse()
+            while b"delta" not in response.readline():
+                pass
+            response.close()
+            connection.close()
+            served.wait_idle()
         assert engine.metrics()["num_aborted"] == 1
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from rl_client_bodies import CONTROL, QUESTIONS, SLIME_SAMPLING, Sent
-from serving import KEY, Served, serve
+from serving import KEY, Served, serve, slow_steps
 from starlette.testclient import TestClient
 from test_server_adapters import changes
 from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
+from waiting import wait_until
 
 from nanoengine.adapters.lora import write_adapter
 from nanoengine.adapters.lora_config import LoraConfig
@@ -120,8 +121,7 @@ def in_flight(served: Served, count: int) -> list[threading.Thread]:
     for thread in threads:
         thread.answers = answers  # type: ignore[attr-defined]
         thread.start()
-    while served.engine.metrics()["num_running"] < count:
-        pass
+    wait_until(lambda: served.engine.metrics()["num_running"] == count)
     return threads
 
 
@@ -131,9 +131,10 @@ def test_slimes_update_under_requests_in_flight(tmp_path: Path) -> None:
     save_model(make_model(seed=5), tmp_path / "step_3")
     engine = make_text_engine(num_blocks=512)
     with serve(engine, weights_root=tmp_path) as served:
-        threads = in_flight(served, 2)
-        assert served.send("/flush_cache", None, method="GET")[0] == 400
-        assert served.send("/pause_generation", {})[0] == 200
+        with slow_steps(engine):
+            threads = in_flight(served, 2)
+            assert served.send("/flush_cache", None, method="GET")[0] == 400
+            assert served.send("/pause_generation", {})[0] == 200
         for thread in threads:
             thread.join()
         for status, answer in threads[0].answers.values():  # type: ignore[attr-defined]
@@ -160,8 +161,9 @@ def test_primes_update_keeps_requests_in_flight(tmp_path: Path) -> None:
     save_model(make_model(seed=5), tmp_path / "broadcasts" / "step_1")
     engine = make_text_engine(num_blocks=512)
     with serve(engine, weights_root=tmp_path) as served:
-        threads = in_flight(served, 2)
-        assert served.send("/pause?mode=keep&clear_cache=false", {})[1]["is_paused"]
+        with slow_steps(engine):
+            threads = in_flight(served, 2)
+            assert served.send("/pause?mode=keep&clear_cache=false", {})[1]["is_paused"]
         folder = str(tmp_path / "broadcasts" / "step_1")
         assert served.send("/update_weights", {"weight_dir": folder})[1]["version"] == 1
         served.send("/resume", {})
@@ -175,7 +177,8 @@ def test_primes_update_keeps_requests_in_flight(tmp_path: Path) -> None:
 def test_a_pause_may_wait_for_the_requests_in_flight() -> None:
     engine = make_text_engine(num_blocks=512)
     with serve(engine) as served:
-        threads = in_flight(served, 2)
+        with slow_steps(engine):
+            threads = in_flight(served, 2)
         assert served.send("/pause?mode=wait", {})[1]["is_paused"]
         assert engine.num_unfinished == 0
         for thread in threads:
@@ -343,11 +346,11 @@ def test_abort_request_ends_the_one_that_is_named() -> None:
             answers[name] = served.send("/generate", body)[1]["meta_info"]["finish_reason"]["type"]
 
         threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        while engine.metrics()["num_running"] < 2:
-            pass
-        assert served.send("/abort_request", {"rid": "a"})[1]["num_aborted"] == 1
+        with slow_steps(engine):
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: engine.metrics()["num_running"] == 2)
+            assert served.send("/abort_request", {"rid": "a"})[1]["num_aborted"] == 1
         assert served.send("/abort_request", {})[0] == 400
         for thread in threads:
             thread.join()

@@ -327,11 +327,12 @@ def test_a_servers_bad_minute_is_not_recorded(server: CountingServer, store: Pat
 
 def test_size_time_and_token_are_limits(server: CountingServer, store: Path) -> None:
     url = f"http://{place(server)}"
-    config = HttpConfig(mode="live", allow=(place(server), "127.0.0.1:9"), timeout_s=0.5)
+    config = HttpConfig(mode="live", allow=(place(server), "127.0.0.1:9"))
+    with RecordingProxy(replace(config, timeout_s=0.5), store=store) as proxy:
+        assert "--http.timeout-s 0.5" in message(with_httpx(proxy)(f"{url}/slow"))
     with RecordingProxy(replace(config, max_body_mb=1), store=store) as proxy:
         get = with_httpx(proxy)
         assert "--http.max-body-mb 1" in message(get(f"{url}/large"))
-        assert "--http.timeout-s 0.5" in message(get(f"{url}/slow"))
         assert get("http://127.0.0.1:9/")[0] == 502
         reply = httpx.post(f"{url}/a", content=b"x" * (2 << 20), proxy=proxy.access.url)
         assert reply.status_code == 413

@@ -469,7 +469,8 @@ def test_a_scripts_reward_is_a_number_in_its_file(pool: SandboxPool) -> None:
     async def script(session: Session) -> None:
         for written, reward in REWARDS:
             tests = {"test.sh": f"#!/bin/sh\nV=/logs/verifier\n{written}\n"}
-            graded = await grading.verify(session, tests, "test.sh", 2)
+            limit_s = 2 if written == "sleep 60" else 30  # of all others the reward counts
+            graded = await grading.verify(session, tests, "test.sh", limit_s)
             assert graded.reward == reward, (written, graded)
 
     play(pool, {}, script)

@@ -8,9 +8,11 @@ import base64
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,6 +210,31 @@ def test_the_secret_that_seals_tasks_is_the_owners_and_stays(tmp_path: Path) -> 
     assert (tmp_path / "cache" / "serve-env.key").stat().st_mode & 0o777 == 0o600
     (tmp_path / "file").write_text("")
     assert kept_secret(tmp_path / "file") == b""  # there is no place for it
+
+
+def test_servers_that_start_at_the_same_time_keep_one_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one comes when the file is there, and nothing in it yet."""
+    found: list[bytes] = []
+    other = threading.Thread(target=lambda: found.append(kept_secret(tmp_path)))
+    draw = secrets.token_bytes
+
+    def overtaken(count: int) -> bytes:
+        other.start()
+        other.join(0.3)  # as long as it takes where it does not wait
+        return draw(count)
+
+    monkeypatch.setattr(secrets, "token_bytes", overtaken)
+    mine = kept_secret(tmp_path)
+    other.join()
+    assert len(mine) == 32 and found == [mine]
+
+
+def test_a_secret_whose_maker_was_killed_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "serve-env.key").touch(mode=0o600)
+    made = kept_secret(tmp_path)
+    assert len(made) == 32 and kept_secret(tmp_path) == made
 
 
 def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> None:
