@@ -166,6 +166,14 @@ def with_pictures(said: Any, tokenizer: Any, who: str = "the environment") -> An
     ]
 
 
+def behind_prompt(task: Task, text: str) -> str | list[Message]:
+    """What an episode opens with that says more than its task: the prompt, and the text behind."""
+    if isinstance(task.prompt, str) or not pictures_in(task.prompt):
+        return "\n".join((task.prompt_text, text))
+    *before, last = task.prompt
+    return [*before, with_text(last, text, "\n")]
+
+
 def said_anew(message: Message, said: str) -> Message:
     """The message with other words, which name its pictures as `words_of` does: each stands where
     it is named, and before all of it where it is not."""
