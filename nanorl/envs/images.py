@@ -167,7 +167,7 @@ def with_pictures(said: Any, tokenizer: Any, who: str = "the environment") -> An
 
 
 def behind_prompt(task: Task, text: str) -> str | list[Message]:
-    """What an episode opens with that says more than its task: the prompt, and the text behind."""
+    """Return the opening of an episode that says more than its task: the prompt, then the text."""
     if isinstance(task.prompt, str) or not pictures_in(task.prompt):
         return "\n".join((task.prompt_text, text))
     *before, last = task.prompt
