@@ -25,5 +25,18 @@ def check_spans(
             raise ValueError(f"{_named(after)} begins before the end of {_named(before)}")
 
 
+def check_types(images: Sequence[ImageSpan]) -> None:
+    """`ValueError` for spans out of somebody's JSON whose fields are of other types: 9.0 equals 9,
+    and cuts no list."""
+    for span in images:
+        numbers, texts = (span.start, span.length, *span.grid), (span.key, span.sha256)
+        is_typed = all(type(one) is int for one in numbers)
+        if not (is_typed and all(isinstance(one, str) for one in texts)):
+            raise ValueError(
+                f"images: {span!r:.300}: start, length and the three of grid are whole numbers, "
+                "key and sha256 texts"
+            )
+
+
 def _named(span: ImageSpan) -> str:
     return f"the picture at tokens {span.start} to {span.end} ({span.sha256[:12]})"

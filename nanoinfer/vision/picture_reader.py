@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from nanoengine.spans import ImageSpan
 from nanoengine.vision.picture_store import PictureStore
+from nanoengine.vision.span_checks import check_types
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.vision.given_pictures import GivenPictures
 
@@ -56,6 +57,7 @@ class PictureReader:
         await _in_thread(partial(self._check, images))
 
     def _check(self, images: Sequence[ImageSpan]) -> None:
+        check_types(images)
         for span in images:
             try:
                 places = [span.start] * self.store.ready(span.sha256).num_tokens

@@ -9,7 +9,7 @@ from nanorl.agents.limits import Limits
 
 
 def num_pictures(images: Sequence[ImageSpan]) -> int:
-    """How many pictures there are among some tokens; one in tiles is one picture."""
+    """Count the pictures among some tokens; one in tiles is one picture."""
     if not images:
         return 0
     from nanoengine.vision.whole_pictures import by_picture  # here: text needs none of it

@@ -9,8 +9,9 @@
             await obs_queue.put(step)
 
 `--agent mine.py` finds such a function by the names of its parameters, or a class with such a
-method, of which every rollout gets an object. `prompt` is the text that the environment opens with;
-an observation is a text, messages, or what `env.step` returned. Each one that is put is read by the
+method, of which every rollout gets an object. `prompt` is the text that the environment opens with,
+which names pictures, `[picture 9e1d2c3a]`: what is put first shows each where it is named. An
+observation is a text, messages, or what `env.step` returned. Each one that is put is read by the
 policy, and answered with its text: with None where a limit cut it off, which is the end. Whoever
 asks for more than was said, or goes on after the end, is told so instead of waiting for ever.
 
@@ -32,6 +33,7 @@ from typing import Any
 from nanoengine.text.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.envs.base import TimeStep
+from nanorl.envs.images import said_anew
 from nanorl.envs.rewards.base import as_score
 from nanorl.envs.tools.function import in_thread
 from nanorl.plugins import where_raised
@@ -211,7 +213,7 @@ async def _answer(episode: Episode, said: Said) -> str | None:
     if context.builder.num_tokens:
         return await episode.turn() if episode.observe(said) else None
     if isinstance(said, str):  # in the place of what the environment opens with
-        messages = [*opening.messages[:-1], {**opening.messages[-1], "content": said}]
+        messages = [*opening.messages[:-1], said_anew(opening.messages[-1], said)]
     else:
         messages = episode.messages_of(said)
     context.begin(messages, opening.tools)

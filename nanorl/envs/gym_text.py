@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoengine.extras import missing
+from nanoengine.text.chat_template import Message
 from nanorl.envs.env import Env, last_number
+from nanorl.envs.images import behind_prompt
 from nanorl.plugins import load_object
 from nanorl.task import Task
 
@@ -48,10 +50,10 @@ class GymText(Env):
     def tasks(self, rng: random.Random) -> Task:
         return Task(self.prompt or self._say_how(), data={"seed": rng.randrange(MOST_SEEDS)})
 
-    def reset(self) -> str:
+    def reset(self) -> str | list[Message]:
         self._env = self._made()
         observation, _ = self._env.reset(seed=self.task.data["seed"])
-        return "\n".join((self.task.prompt_text, self._text(observation)))
+        return behind_prompt(self.task, self._text(observation))
 
     def step(self, text: str) -> Any:
         action = self._action(text)

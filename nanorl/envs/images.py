@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,6 +164,29 @@ def with_pictures(said: Any, tokenizer: Any, who: str = "the environment") -> An
         else message
         for message in said
     ]
+
+
+def behind_prompt(task: Task, text: str) -> str | list[Message]:
+    """Return the opening of an episode that says more than its task: the prompt, then the text."""
+    if isinstance(task.prompt, str) or not pictures_in(task.prompt):
+        return "\n".join((task.prompt_text, text))
+    *before, last = task.prompt
+    return [*before, with_text(last, text, "\n")]
+
+
+def said_anew(message: Message, said: str) -> Message:
+    """The message with other words, which name its pictures as `words_of` does: each stands where
+    it is named, and before all of it where it is not."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": said}
+    if said == words_of(content):
+        return message
+    pictures = {words_of([part]): part for part in pictures_in([message])}
+    pieces = re.split(f"({'|'.join(map(re.escape, pictures))})", said) if pictures else [said]
+    before = [part for part in pictures_in([message]) if words_of([part]) not in pieces]
+    told = [pictures.get(one) or {"type": "text", "text": one} for one in pieces if one]
+    return {**message, "content": [*before, *told]}
 
 
 def split_result(result: Any) -> Shown | None:

@@ -22,8 +22,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoengine.extras import missing
+from nanoengine.text.chat_template import Message
 from nanoinfer.http.http_client import HttpClient
 from nanorl.envs.env import Env
+from nanorl.envs.images import behind_prompt
 from nanorl.task import Task
 from nanorl.types import InfrastructureError
 
@@ -93,13 +95,13 @@ class OpenEnvText(Env):
             )
         return self._action or (needed[0] if len(needed) == 1 else "json")
 
-    async def reset(self) -> str:
+    async def reset(self) -> str | list[Message]:
         until = time.monotonic() + self._patience_s
         while True:
             try:
                 await self._open()
                 reply = await self._ask("reset", self.task.data)
-                return "\n".join((self.task.prompt_text, self._text(reply)))
+                return behind_prompt(self.task, self._text(reply))
             except _AwayError:
                 await self.close()
                 if time.monotonic() > until:

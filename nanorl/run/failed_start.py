@@ -17,6 +17,7 @@ from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import CONFIG
 from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.store import RolloutStore
+from nanorl.options.run_kind import PICTURES
 from nanorl.options.store_address import TRAINING_FILE
 from nanorl.run.cursor import BEST, START
 
@@ -37,7 +38,7 @@ def take_away_failed_start(folder: Path) -> bool:
         return False
     aside = next(one for one in map(folder.joinpath, _names()) if not one.exists())
     aside.mkdir()
-    for pattern in _BEGUN:
+    for pattern in (*_BEGUN, PICTURES):  # those overwrite nothing, so WRITTEN has them not
         for found in folder.glob(pattern):
             found.rename(aside / found.name)
     return True

@@ -259,6 +259,12 @@ def test_tokens_and_spans_of_tokenize_go_on_as_the_chat_does(served: Served) -> 
         ("sha256", "/dev/zero", "is not kept"),
         ("key", "another", "is another one here"),
         ("grid", [1, 4, 9], "is another one here"),
+        ("sha256", 5, "are whole numbers, key and sha256 texts"),
+        ("sha256", ["a"], "are whole numbers, key and sha256 texts"),
+        ("start", str(span["start"]), "are whole numbers, key and sha256 texts"),
+        ("start", float(span["start"]), "are whole numbers, key and sha256 texts"),
+        ("length", 9.0, "are whole numbers, key and sha256 texts"),
+        ("grid", [1.0, 6, 6], "are whole numbers, key and sha256 texts"),
     ):
         params["images"] = [{**span, name: value}]
         assert why in refused(served, "/inference/v1/generate", generate)

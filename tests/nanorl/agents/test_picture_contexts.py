@@ -16,6 +16,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
+from nanorl.agents.queue_agent import QueueLoop
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.base import Services
 from nanorl.envs.env_class import EnvClassKind
@@ -129,3 +130,43 @@ def test_a_sub_agent_sees_none_of_the_pictures(seer: Seer) -> None:
     (branch,) = rollout.branches
     assert not branch.images and "Look." in seer.tokenizer.decode(branch.tokens)
     assert rollout.reward == 1.0
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+def asked_by_queue(seer: Seer, task: Task, written: Any) -> Rollout:
+    """The rollout of a function that puts what `written` makes of the prompt, and then ends."""
+
+    async def collect_trajectory(prompt: str, env: Any, obs_queue: Any, act_queue: Any) -> float:
+        await obs_queue.put(written(prompt))
+        await act_queue.get()
+        return 1.0
+
+    services = Services(tokenizer=seer.tokenizer, sandbox=None, timeout_s=5.0)
+    agent = Agent(
+        generator=Says(seer, "7"), tokenizer=seer.tokenizer,
+        limits=Limits(max_context_tokens=900), loop=QueueLoop(lambda: collect_trajectory),
+    )  # fmt: skip
+    playing = agent.play(
+        task, EnvClassKind(Plain).open(services), group_id="g", rollout_id="r",
+        sampling=SamplingParams(seed=1),
+    )  # fmt: skip
+    return asyncio.run(playing)
+
+
+def test_a_prompt_that_is_put_in_a_queue_shows_its_pictures_where_it_names_them(seer: Seer) -> None:
+    task = Task(["Left:", nanorl.Image(png(10)), "right:", nanorl.Image(png(20)), "Which?"])
+    asked, (left, right) = task.messages(), (f"[picture {sha(level)[:8]}]" for level in (10, 20))
+    pictures = [{"type": "image", "sha256": sha(level)} for level in (10, 20)]
+    for written, content in (
+        (lambda prompt: prompt, asked[0]["content"]),
+        (lambda prompt: f"{right} or {left}?", [pictures[1], said(" or "), pictures[0], said("?")]),
+        (lambda prompt: f"Only {right}", [pictures[0], said("Only "), pictures[1]]),
+        (lambda prompt: "Which?", [*pictures, said("Which?")]),
+    ):
+        rollout = asked_by_queue(seer, task, written)
+        ids = seer.tokenizer.encode_chat(user(*content), add_generation_prompt=True)
+        start = rollout.turn_spans[0].action_start
+        assert rollout.tokens[:start] == ids
+        assert rollout.images == seer.tokenizer.images_in(ids, user(*content), 0)

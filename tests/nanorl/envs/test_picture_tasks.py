@@ -22,6 +22,7 @@ from nanorl.agents.loop import single_turn, tool
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.envs.actions import COMPACT, ActionFormat, program
 from nanorl.envs.base import Services
+from nanorl.envs.catalog import load_kind
 from nanorl.envs.code import CodeEnv
 from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_episode import EnvEpisode
@@ -238,6 +239,21 @@ def test_a_damaged_picture_of_a_task_fails_its_rollouts_by_name(seer: Seer, fold
     wrong = rf"the picture .*cut.png of task {task.task_id} cannot be shown: this PNG ends"
     with pytest.raises(InfrastructureError, match=wrong):
         asyncio.run(episode(Ask, seer.tokenizer).reset(task))
+
+
+def test_a_gymnasium_behind_a_prompt_with_pictures_leaves_them_there(seer: Seer) -> None:
+    pytest.importorskip("gymnasium")
+    game = load_kind("gymnasium:FrozenLake-v1", {})
+    services = Services(tokenizer=seer.tokenizer, sandbox=None, timeout_s=5.0)
+    for prompt in (["Like this:", nanorl.Image(png(10))], "Like this:"):
+        task = Task(prompt, data={"seed": 1})
+        (message,) = asyncio.run(game.open(services).reset(task)).messages
+        if isinstance(prompt, str):
+            assert message["content"].startswith("Like this:\n")
+            continue
+        first, picture, observed = message["content"]
+        assert (first["text"], picture) == ("Like this:", task.messages()[0]["content"][1])
+        assert observed["text"].startswith("\n")
 
 
 class Runs(ActionFormat):

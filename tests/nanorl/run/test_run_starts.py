@@ -95,6 +95,7 @@ def test_only_what_a_run_wrote_is_taken_away(tmp_path: Path) -> None:
     options = json.dumps({"preset": "tiny"})
     for name, text in (("config.json", options), ("notes.txt", "mine"), ("metrics.jsonl", "")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "pictures").mkdir()  # a fork has its origin's, where there is no such folder
     assert take_away_failed_start(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failed-start-1", "notes.txt"]
     (tmp_path / "config.json").write_text(options)
