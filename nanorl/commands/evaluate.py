@@ -197,7 +197,7 @@ def run_evaluation(
     remember(config.to_json())
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
     parts = Parts(config, env=env)
-    tasks, folder = parts.tasks.heldout, config.run_dir
+    tasks, folder = parts.tasks.heldout[: config.evaluation.num_tasks], config.run_dir
     player = Player(parts)
     played: list[tuple[Task, Rollout]] = []
     start = time.perf_counter()

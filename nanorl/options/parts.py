@@ -312,7 +312,7 @@ def is_behind_api(config: RunConfig, kind: EnvKind) -> bool:
 
 def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
     """The tasks of `--tasks`, or else the environment's own."""
-    count, seed = config.evaluation.num_tasks, config.evaluation.seed
+    count, seed = config.evaluation.num_drawn, config.evaluation.seed
     source: TaskSet
     if config.tasks is not None:
         # Whose score compares answers is known of these alone; others may need none.

@@ -289,3 +289,8 @@ class EvaluationConfig:
                 f"--evaluation.temperature 0 with --evaluation.k {self.k}: greedy samples are all "
                 "alike; use --evaluation.k 1"
             )
+
+    @property
+    def num_drawn(self) -> int:
+        """The held-out tasks that the longest of a run's evaluations plays."""
+        return max(self.num_tasks, self.num_tasks_each if self.every else 0)

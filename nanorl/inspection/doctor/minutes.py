@@ -69,8 +69,13 @@ def expected_minutes(
     if any(one.images for one in rollouts):
         counts += [evaluation.num_tasks_hidden] * len(HIDING)
     num_evaluated = sum(min(count, num_heldout) for count in counts)
+    if evaluation.every and rl.steps:  # before RL, at every multiple, and at the last step
+        times = len({*range(0, rl.steps, evaluation.every), rl.steps})
+        num_each = evaluation.num_tasks_each
+        num_evaluated += times * evaluation.k * (min(num_each, num_heldout) + num_each)
     num_traces = warm.steps * warm.traces_per_step
-    trained = whole * (num_rollouts * rl.epochs + num_traces)
+    num_trained = rl.steps * rl.groups_per_step * rl.group_size
+    trained = whole * (num_trained * rl.epochs + num_traces)
     return Minutes(
         rollouts=num_rollouts * sampled / speed.sampled / 60,
         training=trained * BACKWARD / speed.forward / 60,
@@ -87,8 +92,8 @@ def minutes_finding(minutes: Minutes) -> Finding | None:
         severity=Severity.WARNING,
         seen=minutes.text(),
         why="that is long for a first try",
-        remedy="lower --rl.steps, --rl.tasks-per-step or --evaluation.num-tasks, take a smaller "
-        "--model, or a GPU",
+        remedy="lower --rl.steps or --rl.tasks-per-step, evaluate less (--evaluation.num-tasks, "
+        "--evaluation.every), take a smaller --model, or a GPU",
     )
 
 

@@ -14,6 +14,7 @@ from agent_doubles import EOS, OTHER_EOS, START, TEMPLATE, tiny_tokenizer
 
 from nanorl.cli import main
 from nanorl.envs.tasks.tiny_model import build_tiny_model
+from nanorl.flow.replay_policy import ReplayPolicy
 from nanorl.inspection.doctor.machine_limits import free_memory_bytes
 from nanorl.inspection.doctor.minutes import Speed, expected_minutes, minutes_finding
 from nanorl.inspection.doctor.preconditions import (
@@ -284,6 +285,23 @@ def test_minutes_count_sampled_and_trained_tokens() -> None:
     assert minutes_finding(minutes) is None
     slow = expected_minutes(config, [one], Speed(sampled=4, forward=0.02), num_heldout=10)
     assert minutes_finding(slow) is not None
+
+
+def test_minutes_count_evaluations_between_steps_and_groups_that_are_trained_on_again() -> None:
+    """After 0, 4, 8 and 10 steps, 7 training tasks and the 5 held-out ones there are, 3 times each;
+    of 4 groups of a batch 2 are fresh."""
+    rl = RLConfig(steps=10, tasks_per_step=2, group_size=3, replay=ReplayPolicy(share=0.5))
+    config = replace(CONFIG, rl=replace(rl, replay=ReplayPolicy()))
+    more = replace(config.evaluation, every=4, num_tasks_each=7, k=3)
+    speed, one = Speed(sampled=4, forward=3.5), rollout(said="123", saw="4")
+    before, after = (
+        expected_minutes(one_config, [one], speed, num_heldout=5)
+        for one_config in (config, replace(config, rl=rl, evaluation=more))
+    )
+    more_evaluated = 4 * (7 + 5) * 3
+    assert after.evaluations - before.evaluations == pytest.approx(more_evaluated * 4 / 4 / 60)
+    assert after.rollouts == before.rollouts
+    assert after.training == pytest.approx(2 * before.training)
 
 
 # -- how it is shown -------------------------------------------------------------------------------

@@ -350,6 +350,18 @@ def test_a_short_list_of_training_tasks_counts_each_once(scripted: None, tmp_pat
     assert len(played) == 5 * 3
 
 
+def test_it_plays_as_many_held_out_tasks_as_it_says_whatever_those_around_rl_play(
+    scripted: None, tmp_path: Path
+) -> None:
+    looks = LOOKS | {"num_tasks": 2, "num_tasks_each": 5}
+    summary = train(tmp_path / "run", evaluation=looks, **{"rl.steps": 2})
+    numbers = [
+        (row["heldout"]["num_tasks"], row["train"]["num_tasks"]) for row in summary["evaluations"]
+    ]
+    assert numbers == [(5, 5), (5, 5)]
+    assert summary["heldout_n"] == summary["heldout_n_before"] == 2
+
+
 def test_a_fork_has_a_best_of_its_own(scripted: None, tmp_path: Path) -> None:
     train(tmp_path / "run", evaluation=LOOKS)
     forked = train(
