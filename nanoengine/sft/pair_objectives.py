@@ -7,7 +7,8 @@ file is preferences.py's.
 DPO counts the tokens of the answer alone: what the assistant wrote after the prompt, not its turns
 inside of the prompt. The reference is the policy as it was before the first step; the log-probs
 that it gives the pairs that will be drawn are computed once, and kept in `reference.json`, so that
-a run that goes on compares with the same numbers.
+a run that goes on compares with the same numbers. They are found by the places of the pairs in the
+file, so it must be the same one (`fingerprint_of`).
 
 A reward model starts with the policy's body and a score head of zeros. It reads a chat as it will
 when it judges (`rated_chat`), and its folder is one that `transformers` loads.
@@ -15,9 +16,11 @@ when it judges (`rated_chat`), and its folder is one that `transformers` loads.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from abc import abstractmethod
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +129,7 @@ class DpoObjective(PairObjective):
         super().__init__(config)
         self.loss = DpoLoss(config.beta, config.label_smoothing)
         self._reference: dict[int, list[float]] = {}
+        self._fingerprint = ""  # of the examples that it is about
 
     def sample(self, tokenizer: ChatTokenizer, pair: Preference, answer: list[Message]) -> Sample:
         """The chat, masked to what the assistant wrote after the prompt."""
@@ -140,6 +144,7 @@ class DpoObjective(PairObjective):
         self, engine: Engine, examples: list[Example], taken: Collection[int]
     ) -> list[Example]:
         """Ask the policy, which is the reference as long as it has learnt nothing."""
+        self._fingerprint = fingerprint_of(examples)
         order = sorted(taken)
         mesh, mine = engine.mesh, dict[int, list[float]]()
         for first in range(0, len(order), PAIRS_AT_ONCE):
@@ -163,12 +168,21 @@ class DpoObjective(PairObjective):
                 f"{file} is missing: it holds the log-probs of the policy as the run began, which "
                 "DPO compares with; put it back, or start another run"
             )
-        self._reference = {int(i): sums for i, sums in json.loads(file.read_text()).items()}
+        kept = json.loads(file.read_text())
+        if kept["pairs"] != fingerprint_of(examples):
+            raise ValueError(
+                f"--resume: {self.config.examples_file} does not hold the pairs that the run began "
+                f"with, of which {file} has the log-probs that DPO compares with; put the file "
+                "back, or start another run"
+            )
+        self._fingerprint = kept["pairs"]
+        self._reference = {int(i): sums for i, sums in kept["logps"].items()}
         return self._told(examples)
 
     def keep(self) -> None:
         draft = self.config.out / f".{REFERENCE_FILE}"
-        write_synced(draft, json.dumps(self._reference) + "\n")
+        kept = {"pairs": self._fingerprint, "logps": self._reference}
+        write_synced(draft, json.dumps(kept) + "\n")
         os.replace(draft, self.config.out / REFERENCE_FILE)
 
     def _told(self, examples: list[Example]) -> list[Example]:
@@ -214,3 +228,13 @@ def num_rows(example: Example) -> int:
     """The rows that the model reads of an example, what its samples share once."""
     rows = [read_keys(sample) for sample in example]
     return sum(added_rows([rows[i] for i in depth_first(rows)]))
+
+
+def fingerprint_of(examples: Sequence[Example]) -> str:
+    """A digest of all tokens, and of which of them count, in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for sample in example:
+            numbers = [len(sample.tokens), *sample.tokens, *sample.loss_mask]
+            digest.update(array("q", numbers).tobytes())
+    return digest.hexdigest()

@@ -143,9 +143,8 @@ class ReplayGroups:
         rollouts = [one for group in fresh for one in group]
         for name in batch_metrics([*rollouts, *again], self._spec):
             learnt.pop(name, None)  # also what only a replayed environment counted
-        learnt.update(batch_metrics(rollouts, self._spec))
-        counted: dict[str, float] = {}
-        self._spec.select(rollouts, counted)  # those that it masks
+        counted = batch_metrics(rollouts, self._spec)
+        self._spec.select(rollouts, counted)  # which counts those that it masks
         learnt.update(counted)
         chosen = self._spec.select(again, {})
         learnt["num_trained_rollouts"] -= sum(self._is_trained(one, stats) for one in chosen)

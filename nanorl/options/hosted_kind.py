@@ -32,11 +32,17 @@ def host_kind(
     kind: EnvKind, config: RunConfig, folder: Path, num_workers: int, http: HttpAccess | None = None
 ) -> EnvKind:
     """`kind` with its episodes in worker processes. `--reward judge` is asked in this process all
-    the same: one engine reads the answers of all workers, instead of a copy in each."""
-    if isinstance(kind, JudgedKind) and judges_of(kind) and config.reward in REWARDS:
+    the same: one engine reads the answers of all workers, instead of a copy in each. So is any
+    judge of groups, whose episodes are played by several workers."""
+    if isinstance(kind, JudgedKind) and _is_asked_here(kind, config):
         alone = replace(config, reward="", reward_args=())
         return type(kind)(HostedKind(kind.kind, alone, folder, num_workers, http), kind.reward)
     return HostedKind(kind, config, folder, num_workers, http)
+
+
+def _is_asked_here(kind: JudgedKind, config: RunConfig) -> bool:
+    is_ours = bool(judges_of(kind)) and config.reward in REWARDS
+    return is_ours or callable(getattr(kind.reward, "score_group", None))
 
 
 class HostedKind:

@@ -78,8 +78,16 @@ def _showing(kind: EnvKind, max_images: int) -> EnvKind:
 def _judged(config: RunConfig, kind: EnvKind, reward: Reward) -> EnvKind:
     if not callable(getattr(reward, "score_group", None)):
         return JudgedKind(kind, reward)
-    from nanorl.envs.group_judged import GroupJudgedKind  # here: few runs compare by a judge
+    # here: few runs compare by a judge
+    from nanorl.envs.group_judged import GroupJudgedKind
+    from nanorl.envs.rewards.group_judge import GroupJudgeReward
 
+    if not isinstance(reward, GroupJudgeReward):
+        raise ValueError(
+            f"--reward {config.reward}: has a score_group and is no group judge, so nothing would "
+            "call it; derive its class from nanorl.envs.rewards.group_judge.GroupJudgeReward, or "
+            "give the method another name"
+        )
     if config.rl.group_size == 1:
         raise ValueError(
             f"--reward {config.reward} with --rl.group-size 1: it compares the rollouts of a "

@@ -293,9 +293,9 @@ def find_origin(text: str) -> Origin:
     """Find the checkpoint that RUN, RUN@7, RUN@done or RUN:best names. ValueError says which there
     are."""
     folder, place = run_and_place(text)
-    folders: Sequence[str] = (START, BEST, CHECKPOINTS)  # of two at a place the run's newest counts
+    folders = [START, BEST, CHECKPOINTS]  # of two at a place the last is taken, the run's newest
     if not place and text.endswith(f":{BEST}") and not Path(text).exists():
-        folder, folders = text.removesuffix(f":{BEST}"), (BEST,)
+        folder, folders = text.removesuffix(f":{BEST}"), [BEST]
     run = Path(folder)
     config = read_config(run, flag=f"--fork {text}")
     found = [

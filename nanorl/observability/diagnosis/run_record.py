@@ -57,7 +57,8 @@ class Change:
         return self.early - self.late > max(CLEAR * self.error, LEAST_CHANGE)
 
     def text(self, form: str = ".0%") -> str:
-        return f"{self.early:{form}} -> {self.late:{form}}"
+        both = (self.early, self.late)  # the early rollouts may have expired, or be another run's
+        return " -> ".join("unknown" if math.isnan(one) else f"{one:{form}}" for one in both)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,8 @@ def test_the_reference_is_the_starting_policy_of_all_pairs_that_are_drawn(
     config = train_sft.parse(options("dpo", folder, pairs, out, "--steps", "2"))
     run = sft_run.SftRun(config)
     drawn = set(Order(11, 0).take(8))
-    kept = {int(i): sums for i, sums in json.loads((out / "reference.json").read_text()).items()}
+    logps = json.loads((out / "reference.json").read_text())["logps"]
+    kept = {int(i): sums for i, sums in logps.items()}
     assert kept.keys() == drawn and len(drawn) == 8
     tokenizer, policy = ChatTokenizer.from_folder(folder), Scorer(load_model(folder))
     lines = [json.loads(line) for line in pairs.read_text().splitlines()]
@@ -196,6 +197,21 @@ def test_the_reference_is_the_starting_policy_of_all_pairs_that_are_drawn(
         fields = [one.fields[REFERENCE] for one in run.examples[i]]
         assert [sum(values) for values in fields] == kept[i]
     run.train()
+
+    for name, change in {
+        "appended": lambda lines: [*lines, lines[0].replace("add", "sum")],
+        "turned": lambda lines: lines[::-1],
+        "other answer": lambda lines: [lines[0].replace("it may", "it might"), *lines[1:]],
+    }.items():
+        half_way(out, tmp_path / name)
+        edited = tmp_path / f"{name}.jsonl"
+        edited.write_text("\n".join(change(pairs.read_text().splitlines())) + "\n")
+        saved = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(
+            json.dumps(saved | {"preferences": str(edited)})
+        )
+        with pytest.raises(ValueError, match="does not hold the pairs that the run began with"):
+            sft_run.SftRun(train_sft.parse(["--resume", "--out", str(tmp_path / name)]))
 
     half_way(out, tmp_path / "lost")
     (tmp_path / "lost/reference.json").unlink()

@@ -27,9 +27,10 @@ from nanorl.envs.rewards.group_judge import (
 )
 from nanorl.envs.rewards.judge_models import JudgeFailed
 from nanorl.envs.rewards.load import load_reward
+from nanorl.options.agent_kit import run_hosted
 from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
-from nanorl.options.run_kind import run_kind
+from nanorl.options.run_kind import num_env_workers, run_kind
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout, Status
 
@@ -368,6 +369,37 @@ def test_it_is_a_reward_by_name_that_compares_and_scores_nothing_alone(tmp_path:
     alone = RLConfig(group_size=1, algorithm=AlgorithmSpec(advantage="reinforce_pp"))
     with pytest.raises(ValueError, match=r"--rl.group-size 1: it compares"):
         run_kind(RunConfig(reward="group_judge", reward_args=arguments, rl=alone))
+
+
+def test_a_group_judge_of_the_users_own_is_asked_where_its_groups_come_together(
+    tmp_path: Path,
+) -> None:
+    """A user's environment and reward are played in processes, none of which has a whole group."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import nanorl\n"
+        "from nanorl.envs.rewards.group_judge import GroupJudgeReward\n"
+        "class Say(nanorl.Env):\n"
+        "    def tasks(self, rng):\n"
+        "        return nanorl.Task('Name a prime.', answer='7')\n"
+        "class Short(GroupJudgeReward):\n"
+        "    def __init__(self, **options):\n"
+        "        super().__init__(rubric='Shorter is better.', **options)\n"
+        "class Alone:\n"
+        "    def score(self, rollout, task, transcript):\n"
+        "        return 0.0\n"
+        "    def score_group(self, task, group_id, transcripts):\n"
+        "        return [0.5] * len(transcripts)\n"
+    )
+    arguments = ("address=http://127.0.0.1:1/v1", "model=x")
+    config = RunConfig(env=f"{file}:Say", reward=f"{file}:Short", reward_args=arguments)
+    assert num_env_workers(config) > 0
+    hosted = run_hosted(run_kind(config), config, tmp_path, None)
+    [notes] = notes_of(hosted)
+    assert notes.reward is judges_of(hosted)[0] and type(notes.reward).__name__ == "Short"
+    hosted.close()
+    with pytest.raises(ValueError, match=r"mine.py:Alone: has a score_group and is no group judge"):
+        run_kind(RunConfig(env=f"{file}:Say", reward=f"{file}:Alone"))
 
 
 def test_a_model_in_a_folder_ranks_groups_and_says_what_it_cost(tmp_path: Path) -> None:

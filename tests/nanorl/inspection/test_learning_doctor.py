@@ -811,6 +811,8 @@ def test_a_run_whose_first_rollouts_have_expired_is_told_what_its_last_show(
     written(tmp_path, [[[0.0] * 4] * 4] * 9)
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         store.expire(3)
+    main(["doctor", str(tmp_path)])
+    assert "sampled success unknown -> 0%, reward unknown -> 0\n" in capsys.readouterr().out
     _, told = examined(tmp_path, capsys)
     assert [one["name"] for one in told["findings"]] == ["too_hard"]
 
