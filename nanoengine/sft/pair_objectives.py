@@ -169,7 +169,7 @@ class DpoObjective(PairObjective):
                 "DPO compares with; put it back, or start another run"
             )
         kept = json.loads(file.read_text())
-        if kept["pairs"] != fingerprint_of(examples):
+        if kept.get("pairs") != fingerprint_of(examples):
             raise ValueError(
                 f"--resume: {self.config.examples_file} does not hold the pairs that the run began "
                 f"with, of which {file} has the log-probs that DPO compares with; put the file "
