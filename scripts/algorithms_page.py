@@ -28,17 +28,24 @@ PAGE = ROOT / "docs" / "algorithms.md"
 UNMEASURED = "not measured yet"
 TABLES = ("hard", "reuse", "distill", "staleness")
 """Comparisons that are tables of their own, by what their files in benchmarks/ begin with."""
+ELSEWHERE = "hard"
+"""The one of them that has all recipes, those too that came after the first table was measured."""
 
 
 def parts(
     measured: dict[str, Any] | None, tables: Mapping[str, dict[str, Any] | None]
 ) -> dict[str, str]:
     """Every generated part by its name; `tables` are by the names in `TABLES`."""
+    hard = tables.get(ELSEWHERE)
     rows = {row["name"]: row for row in rows_of(measured)}
-    found = {"overview": overview(rows), "conditions": _conditions(measured, "algorithms")}
+    later = {row["name"]: row for row in rows_of(hard) if row["name"] not in rows}
+    found = {"overview": overview(rows, later), "conditions": _conditions(measured, "algorithms")}
     for name, recipe in RECIPES.items():
         own = f"`--algorithm {name}`: {settings(recipe.spec)}\n"
-        found[name] = f"{own}\n{figure(name, rows.get(name), measured)}\n"
+        said = figure(name, rows.get(name), measured)
+        if name in later:
+            said = f"With `--variants {ELSEWHERE}` alone. {figure(name, later[name], hard)}"
+        found[name] = f"{own}\n{said}\n"
     return found | {name: _table(name, comparison) for name, comparison in tables.items()}
 
 
@@ -105,14 +112,20 @@ def _interval(measured: Mapping[str, Any]) -> str:
     return "" if low is None else f" ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
-def overview(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of all recipes."""
+def overview(rows: Mapping[str, Mapping[str, Any]], later: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of all recipes; those that came `later` were measured elsewhere."""
     lines = ["| recipe | advantage | loss | what else differs | gain, points |", "|---" * 5 + "|"]
     for name, recipe in RECIPES.items():
         spec, row = recipe.spec, rows.get(name)
         others = changed(spec).keys() - {"advantage", "loss"}
         rest = ", ".join(one.replace("_", "-") for one in changed(spec) if one in others) or "–"
-        gain = UNMEASURED if row is None else f"{row['value']:+.1f}{_interval(row['gain'])}"
+        gain = UNMEASURED
+        if row is not None:
+            gain = f"{row['value']:+.1f}{_interval(row['gain'])}"
+        elif name in later:
+            gain = (
+                f"`{ELSEWHERE}` alone: {later[name]['value']:+.1f}{_interval(later[name]['gain'])}"
+            )
         lines.append(f"| [{name}](#{name}) | {spec.advantage} | {spec.loss} | {rest} | {gain} |")
     return "\n".join(lines) + "\n"
 

@@ -88,6 +88,19 @@ def test_the_page_is_what_specs_and_benchmarks_say() -> None:
     assert page.written(TEXT, found) == TEXT, "call: python scripts/algorithms_page.py --write"
 
 
+def test_a_recipe_that_came_later_has_the_figure_of_the_hard_table() -> None:
+    hard = page.newest("hard")
+    assert hard is not None
+    rows: list[dict[str, Any]] = hard["rows"]
+    first = hard | {"rows": [row for row in rows if row["name"] != "gspo"]}
+    found = page.parts(first, {"hard": hard})
+    [row] = [row for row in rows if row["name"] == "gspo"]
+    assert f"| `hard` alone: {row['value']:+.1f} (" in found["overview"]
+    assert "With `--variants hard` alone. Ours: " in found["gspo"]
+    assert "alone" not in found["grpo"] and found["overview"].count("alone") == 1
+    assert page.UNMEASURED in page.parts(None, dict.fromkeys(page.TABLES))["gspo"]
+
+
 def test_a_new_section_gets_its_part_and_a_lacking_one_is_named() -> None:
     found = page.parts(None, dict.fromkeys(page.TABLES))
     bare = re.sub(r"<!-- gspo: .*?<!-- end -->\n\n", "", TEXT, flags=re.DOTALL)
