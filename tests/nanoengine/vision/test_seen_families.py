@@ -107,8 +107,12 @@ def test_gradients_are_those_of_transformers_in_fp64(
         theirs(**inputs).logits[0].backward(slopes)
     ours = gradients(model)
     idle = [name for name, one in theirs.named_parameters() if not one.grad.any()]
-    # of random towers with heads of a few numbers some attend to one patch alone
-    assert len(idle) <= 4 and all("self_attn.k_proj" in n or "self_attn.q_proj" in n for n in idle)
+    # Of random towers with heads of a few numbers some attend to one patch alone. One expert a token
+    # has the weight 1 whatever its router says, and how that rounds is the processor's affair.
+    may_rest = ["self_attn.k_proj", "self_attn.q_proj"]
+    if getattr(theirs.config.get_text_config(), "num_experts_per_tok", 0) == 1:
+        may_rest.append("mlp.gate.weight")
+    assert len(idle) <= 4 and all(any(one in name for one in may_rest) for name in idle)
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
         here = name.replace(".language_model.", ".").replace(".text_model.", ".")
