@@ -107,8 +107,8 @@ def test_gradients_are_those_of_transformers_in_fp64(
         theirs(**inputs).logits[0].backward(slopes)
     ours = gradients(model)
     idle = [name for name, one in theirs.named_parameters() if not one.grad.any()]
-    # Of random towers with heads of a few numbers some attend to one patch alone. One expert a token
-    # has the weight 1 whatever its router says, and how that rounds is the processor's affair.
+    # Of random towers with heads of a few numbers some attend to one patch alone. One expert a
+    # token has the weight 1 whatever its router says; how that rounds is the processor's affair.
     may_rest = ["self_attn.k_proj", "self_attn.q_proj"]
     if getattr(theirs.config.get_text_config(), "num_experts_per_tok", 0) == 1:
         may_rest.append("mlp.gate.weight")
