@@ -18,7 +18,10 @@ from nanoengine.formats.sources import SMOLLM2, cached_folder
 
 # Tests of one room use helpers of others. All names are distinct: test_house.py.
 HERE = Path(__file__).resolve().parent
-sys.path += sorted({str(file.parent) for file in HERE.glob("nano*/**/test_*.py")})
+sys.path += [
+    *sorted({str(file.parent) for file in HERE.glob("nano*/**/test_*.py")}),
+    str(HERE / "kernels"),
+]
 
 from pool import WorkerPool  # noqa: E402
 

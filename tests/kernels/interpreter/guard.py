@@ -71,6 +71,21 @@ def assert_as_good_as_plain_torch(
     assert_as_close(mine, naive, exact, times, allowed)
 
 
+def check(
+    ours: Callable,
+    plain: Callable,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    keep: Sequence[int] = (),
+    times: float = 2,
+) -> None:
+    """As good as plain PyTorch, and forward and backward twice are the same bits."""
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype, keep=keep, times=times)
+    typed = [x if i in keep else x.to(dtype) for i, x in enumerate(inputs)]
+    first, second = outputs_and_gradients(ours, typed), outputs_and_gradients(ours, typed)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def assert_as_close(
     ours: Sequence[Tensor],
     plain: Sequence[Tensor],

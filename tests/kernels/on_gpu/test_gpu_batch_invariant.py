@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from guard import assert_as_good_as_plain_torch, outputs_and_gradients
+from guard import check
 
 from kernels import (
     linear,
@@ -23,14 +23,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def normal(*shape):
     return torch.randn(shape, device="cuda")
-
-
-def check(ours, plain, inputs, dtype):
-    """As exact as plain PyTorch, and forward and backward twice are the same bits."""
-    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
-    typed = [x.to(dtype) for x in inputs]
-    first, second = outputs_and_gradients(ours, typed), outputs_and_gradients(ours, typed)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

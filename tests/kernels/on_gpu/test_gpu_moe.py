@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from guard import assert_as_good_as_plain_torch, outputs_and_gradients
+from guard import check
 
 from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 from kernels.moe.grouped_gemm import grouped_gemm_ref
@@ -15,14 +15,6 @@ from kernels.moe.moe_routing import moe_align_ref, topk_softmax_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def check(ours, plain, inputs, dtype, keep=(), times=2):
-    """As exact as plain PyTorch, and forward and backward twice are the same bits."""
-    assert_as_good_as_plain_torch(ours, plain, inputs, dtype, keep=keep, times=times)
-    typed = [x if i in keep else x.to(dtype) for i, x in enumerate(inputs)]
-    first, second = outputs_and_gradients(ours, typed), outputs_and_gradients(ours, typed)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def normal(*shape, scale=1.0):

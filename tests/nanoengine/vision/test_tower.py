@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from native_cases import threads
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from vision_cases import (
     SEEDS,
@@ -15,7 +16,6 @@ from vision_cases import (
     run_ours,
     run_theirs,
     their_tower,
-    threads,
 )
 
 from nanoengine.model.rope_tables import plain_frequencies

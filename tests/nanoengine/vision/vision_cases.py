@@ -1,8 +1,6 @@
 """Random vision towers and models that see, made by transformers, and pictures for them."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -130,13 +128,3 @@ def their_model(
     if tie:
         model.tie_weights()
     return model.eval()
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
