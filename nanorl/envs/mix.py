@@ -87,7 +87,13 @@ class MixedTasks:
 
     def batch(self, step: int, n: int) -> list[Task]:
         """The `n` tasks of a step, the same ones in every call and process."""
-        return [self._at(step * n + i) for i in range(n)]
+        return [self.candidates(step * n + i, 1)[0] for i in range(n)]
+
+    def candidates(self, number: int, n: int) -> list[Task]:
+        """The `n` tasks that a curriculum may choose from as task `number` of the run: all of the
+        environment whose turn it is, so that its choice leaves the shares as they are."""
+        name = self.environment_at(number)
+        return [marked(task, name) for task in self.sources[name].batch(number, n)]
 
     def heldout(self, n: int, seed: int) -> list[Task]:
         """Up to `n` held-out tasks, of each environment in proportion to its weight, in the whole
@@ -121,11 +127,6 @@ class MixedTasks:
             if at < 0:
                 return name
         return names[-1]  # where rounding left nothing of the line
-
-    def _at(self, index: int) -> Task:
-        name = self.environment_at(index)
-        [task] = self.sources[name].batch(index, 1)
-        return marked(task, name)
 
 
 class EnvMix:

@@ -17,6 +17,7 @@ A curriculum of your own is a class in a file, `--rl.curriculum mine.py:Hardest`
 
 A task's number is its place among all that the run plays, so a run without one that looks at
 outcomes is a function of the seed. What a curriculum has learnt goes into every checkpoint.
+In a run of several environments the candidates are of the one whose turn it is.
 Left out: held-out tasks, which nobody chooses.
 """
 
@@ -156,7 +157,8 @@ class TaskChooser:
 
     def task(self, number: int) -> Task:
         """The task that is played as number `number`, counted over the whole run."""
-        candidates = self._source.batch(number, self._curriculum.num_candidates)
+        draw = getattr(self._source, "candidates", self._source.batch)  # of several environments
+        candidates = draw(number, self._curriculum.num_candidates)
         rng = random.Random(derive_seed(self._seed, "curriculum", number))
         return self._curriculum.choose(candidates, rng)
 

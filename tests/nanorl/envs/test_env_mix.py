@@ -32,6 +32,7 @@ from nanorl.envs.env_class import EnvClassKind
 from nanorl.envs.env_kind import shown_action
 from nanorl.envs.mix import BLOCK, EnvMix, MixedTasks, environment_of, marked, unmarked
 from nanorl.envs.rewards.base import Transcript
+from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.inspection.doctor.checkup import check_run
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, evaluation_text
@@ -117,6 +118,17 @@ def test_an_environment_is_drawn_as_often_as_its_weight_says_and_in_no_fixed_ord
     blocks = {tuple(drawn[i : i + BLOCK]) for i in range(0, len(drawn), BLOCK)}
     assert len(blocks) > 150
     assert drawn != [mixed({"a": 2.0, "b": 1.0, "c": 0.05}, 1).environment_at(i) for i in range(99)]
+
+
+@pytest.mark.parametrize("name", ["in_order", "learnable", "pools"])
+def test_a_curriculum_chooses_within_the_environment_whose_turn_it_is(name: str) -> None:
+    """A game whose rewards vary most would else be played most, whatever its weight."""
+    tasks, curriculum = mixed({"a": 2, "b": 1}, seed=3), load_curriculum(name)
+    chooser = TaskChooser(tasks, curriculum, seed=0)
+    for number in range(120):
+        task = chooser.task(number)
+        assert task.kind == f"{tasks.environment_at(number)}/number"
+        curriculum.observe(task, [0.0, 100.0] if task.kind[0] == "b" else [1.0, 1.0])
 
 
 def test_a_task_is_a_function_of_seed_and_number_and_its_own_sources() -> None:
