@@ -394,6 +394,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
     for name in ("mlp_bias", "use_bidirectional_attention"):
         if fields.get(name):
             raise ValueError(f"{name}=true: not supported; supported is false")
+    if not fields.get("is_causal", True):  # of a model of embeddings, whose tokens see all others
+        raise ValueError("is_causal=false: not supported; supported is true")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(name) is not None:
             raise ValueError(f"{name}={fields[name]}: not supported; supported is null")

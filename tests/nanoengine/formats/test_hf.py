@@ -426,6 +426,19 @@ def test_what_a_family_cannot_express_names_the_field(
         ModelConfig.from_hf_dict(fields | change)
 
 
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen2-window", "gemma3", "qwen3-moe"])
+def test_attention_that_is_not_causal_is_refused(shape: str, tmp_path: Path) -> None:
+    reference = save_reference(shape, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"is_causal": False}))
+    both_ways = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        moved = both_ways(IDS[None]).logits - reference(IDS[None]).logits
+    assert moved.abs().max() > 1
+    with pytest.raises(ValueError, match="is_causal=false: not supported"):
+        load_model(tmp_path)
+
+
 def test_the_page_about_models_lists_every_family() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     families = page.partition("GGUF file")[0]  # whose architectures have a table of their own
