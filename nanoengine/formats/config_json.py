@@ -478,7 +478,7 @@ def _read_windows(
     elif rule == "no_rope":
         layers = list(unroped)
     else:
-        period = _count(fields, "sliding_window_pattern", family.window_period)
+        period = _count(fields, family.window_period_field, family.window_period)
         layers = [layer for layer in every if (layer + 1) % period]
     return {"sliding_window": size, "window_layers": tuple(layers)}
 
@@ -516,7 +516,7 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
     new, old = fields.get("rope_parameters") or {}, dict(fields.get("rope_scaling") or {})
     if "type" in old:  # its name before it was `rope_type`
         old.setdefault("rope_type", old.pop("type"))
-    if not new and not old:
+    if fields.get("rope_parameters") is None and not old:
         new = family.default("rope_parameters") or {}
     found: dict[str, Any] = {}
     top = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -532,7 +532,7 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
                 f"rope_parameters: sliding_attention has rope_type={local['rope_type']!r}: not "
                 "supported; supported is 'default'"
             )
-        base = fields.get("rope_local_base_freq", family.local_theta)
+        base = fields.get(family.local_theta_field, family.local_theta)
         found["local_rope_theta"] = float(local.get("rope_theta", base))
         rope = {**top, **(new.get("full_attention") or {}), **old}
     rope = {name: value for name, value in rope.items() if value is not None}
