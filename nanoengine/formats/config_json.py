@@ -521,6 +521,12 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
     found: dict[str, Any] = {}
     top = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     if family.local_theta is None:
+        kinds = [kind for kind, value in new.items() if isinstance(value, dict)]
+        if kinds:
+            raise ValueError(
+                f"rope_parameters: {', '.join(kinds)}: this family has one rope for all layers; "
+                "give its fields without a kind of layer"
+            )
         rope = {**top, **(old or new)}
         original = "original_max_position_embeddings"  # beside them it is what counts
         beside = fields.get(original, family.default(original))

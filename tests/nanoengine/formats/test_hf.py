@@ -405,6 +405,8 @@ def test_published_shapes_have_the_tensors_that_transformers_gives_them(name: st
         ("gemma3", {"layer_types": ["sliding_attention"]}, "1 kinds for 3 layers"),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0,
           "original_max_position_embeddings": 8}}}, "sliding_attention has rope_type='yarn'"),
+        ("qwen2-window", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+          "full_attention: this family has one rope for all layers"),
         ("mistral-window", {"layer_types": ["full_attention"] * 3}, "all layers"),
         ("qwen2-window", {"use_sliding_window": False}, "sliding_attention, but"),
         ("granite", {"sliding_window": 9}, "use_sliding_window"),
