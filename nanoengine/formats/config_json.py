@@ -458,6 +458,11 @@ def _read_windows(
                 f"layer_types: has sliding_attention, but sliding_window={size} and "
                 f"use_sliding_window={fields.get('use_sliding_window')}; give all three"
             )
+        if rule == "pattern" and kinds is None:
+            raise ValueError(
+                "sliding_window=null: this family has windows in most layers; give their length, "
+                "or layer_types that are all full_attention"
+            )
         return {}
     size = _count(fields, "sliding_window", family.default("sliding_window"))
     layers: list[int]

@@ -408,6 +408,7 @@ def test_published_shapes_have_the_tensors_that_transformers_gives_them(name: st
         ("qwen2-window", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
           "full_attention: this family has one rope for all layers"),
         ("mistral-window", {"layer_types": ["full_attention"] * 3}, "all layers"),
+        ("gemma3", {"sliding_window": None, "layer_types": None}, "windows in most layers"),
         ("qwen2-window", {"use_sliding_window": False}, "sliding_attention, but"),
         ("granite", {"sliding_window": 9}, "use_sliding_window"),
         ("smollm3", {"no_rope_layers": [1]}, "1 flags for 3 layers"),
