@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
+from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, make_reference, save_reference
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,6 +62,20 @@ def test_we_load_the_shards_that_transformers_saves(tmp_path: Path) -> None:
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     whole, shards = load_model(tmp_path / "whole"), load_model(tmp_path / "shards")
     assert torch.equal(logits(whole, IDS), logits(shards, IDS))
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    first = save_reference("llama-gqa-tied", tmp_path, seed=1)
+    second = make_reference("llama-gqa-tied", seed=2)
+    second.save_pretrained(tmp_path, max_shard_size="50KB")  # which leaves the whole file
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(read(IDS[None]).logits, first(IDS[None]).logits)
+    with pytest.raises(ValueError, match=r"model\.safetensors and .*index\.json of other files"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = load_model(tmp_path)
+    assert torch.equal(model.embedding.detach(), second.get_input_embeddings().weight.detach())
 
 
 def test_saving_again_removes_the_old_shards(tmp_path: Path) -> None:
