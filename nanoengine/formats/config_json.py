@@ -396,12 +396,18 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
             raise ValueError(f"{name}=true: not supported; supported is false")
     if not fields.get("is_causal", True):  # of a model of embeddings, whose tokens see all others
         raise ValueError("is_causal=false: not supported; supported is true")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "per_layer_config"):
         if fields.get(name) is not None:
             raise ValueError(f"{name}={fields[name]}: not supported; supported is null")
     for name, value in family.constants.items():
         if fields.get(name) not in (None, value):
             raise ValueError(f"{name}={fields[name]}: not supported; supported is {value}")
+    weights = fields.get("transformers_weights")
+    if weights not in (None, "model.safetensors", "model.safetensors.index.json"):
+        raise ValueError(
+            f"transformers_weights={weights!r}: not supported; rename that file to "
+            "model.safetensors and remove the field"
+        )
     quantization = fields.get("quantization_config")
     is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
     if quantization and not (is_mxfp4 and family.experts == "stacked"):

@@ -78,6 +78,20 @@ def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert torch.equal(model.embedding.detach(), second.get_input_embeddings().weight.detach())
 
 
+def test_tensors_of_another_file_are_refused(tmp_path: Path) -> None:
+    save_reference("llama-gqa-tied", tmp_path, seed=1)
+    (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
+    first = load_file(tmp_path / "first.safetensors")
+    save_reference("llama-gqa-tied", tmp_path, seed=2)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    change = {"transformers_weights": "first.safetensors"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in first.items())
+    with pytest.raises(ValueError, match=r"transformers_weights='first\.safetensors'"):
+        load_model(tmp_path)
+
+
 def test_saving_again_removes_the_old_shards(tmp_path: Path) -> None:
     save_reference("llama-gqa-tied", tmp_path)
     model = load_model(tmp_path)
@@ -241,6 +255,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         ({"head_dim": 7}, "head_dim=7"),
         ({"vocab_size": None}, "vocab_size=None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config="),
     ],
 )
 def test_an_unsupported_config_names_the_field(change: dict, message: str, tmp_path: Path) -> None:
