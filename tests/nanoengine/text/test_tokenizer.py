@@ -240,3 +240,20 @@ def test_a_plain_prompt_has_the_ids_of_transformers(tmp_path: Path, has_bos: boo
         ids = ChatTokenizer.from_folder(tmp_path).encode_prompt(text)
         assert ids == theirs(text).input_ids
         assert (ids[:1] == [1]) == has_bos
+
+
+def test_a_token_that_the_settings_alone_add_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = small_tokenizer()
+    added = {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False}
+    added |= {"normalized": False, "single_word": False}
+    number = tokenizer.get_vocab_size()
+    config = {"added_tokens_decoder": {str(number): added}}
+    ChatTokenizer(tokenizer, eos_ids=[2], config=config).save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs("<|tool|>").input_ids == [number]
+    with pytest.raises(ValueError, match=r"adds the token '<\|tool\|>', which tokenizer\.json"):
+        ChatTokenizer.from_folder(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    ours = ChatTokenizer.from_folder(tmp_path)
+    assert ours.encode("<|tool|>", allow_special=True) == [number]
