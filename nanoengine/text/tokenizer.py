@@ -87,6 +87,8 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception for a bad file
             raise ValueError(f"{file} is not a tokenizer this library reads: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # a folder of before transformers 4.34
+            config |= _read_json(folder / "special_tokens_map.json")
         _check_added(tokenizer, config)
         return cls(
             tokenizer,
