@@ -394,12 +394,20 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
     for name in ("mlp_bias", "use_bidirectional_attention"):
         if fields.get(name):
             raise ValueError(f"{name}=true: not supported; supported is false")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+    if not fields.get("is_causal", True):  # of a model of embeddings, whose tokens see all others
+        raise ValueError("is_causal=false: not supported; supported is true")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "per_layer_config"):
         if fields.get(name) is not None:
             raise ValueError(f"{name}={fields[name]}: not supported; supported is null")
     for name, value in family.constants.items():
         if fields.get(name) not in (None, value):
             raise ValueError(f"{name}={fields[name]}: not supported; supported is {value}")
+    weights = fields.get("transformers_weights")
+    if weights not in (None, "model.safetensors", "model.safetensors.index.json"):
+        raise ValueError(
+            f"transformers_weights={weights!r}: not supported; rename that file to "
+            "model.safetensors and remove the field"
+        )
     quantization = fields.get("quantization_config")
     is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
     if quantization and not (is_mxfp4 and family.experts == "stacked"):
@@ -456,6 +464,11 @@ def _read_windows(
                 f"layer_types: has sliding_attention, but sliding_window={size} and "
                 f"use_sliding_window={fields.get('use_sliding_window')}; give all three"
             )
+        if rule == "pattern" and kinds is None:
+            raise ValueError(
+                "sliding_window=null: this family has windows in most layers; give their length, "
+                "or layer_types that are all full_attention"
+            )
         return {}
     size = _count(fields, "sliding_window", family.default("sliding_window"))
     layers: list[int]
@@ -476,7 +489,7 @@ def _read_windows(
     elif rule == "no_rope":
         layers = list(unroped)
     else:
-        period = _count(fields, "sliding_window_pattern", family.window_period)
+        period = _count(fields, family.window_period_field, family.window_period)
         layers = [layer for layer in every if (layer + 1) % period]
     return {"sliding_window": size, "window_layers": tuple(layers)}
 
@@ -514,11 +527,17 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
     new, old = fields.get("rope_parameters") or {}, dict(fields.get("rope_scaling") or {})
     if "type" in old:  # its name before it was `rope_type`
         old.setdefault("rope_type", old.pop("type"))
-    if not new and not old:
+    if fields.get("rope_parameters") is None and not old:
         new = family.default("rope_parameters") or {}
     found: dict[str, Any] = {}
     top = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     if family.local_theta is None:
+        kinds = [kind for kind, value in new.items() if isinstance(value, dict)]
+        if kinds:
+            raise ValueError(
+                f"rope_parameters: {', '.join(kinds)}: this family has one rope for all layers; "
+                "give its fields without a kind of layer"
+            )
         rope = {**top, **(old or new)}
         original = "original_max_position_embeddings"  # beside them it is what counts
         beside = fields.get(original, family.default(original))
@@ -530,7 +549,7 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
                 f"rope_parameters: sliding_attention has rope_type={local['rope_type']!r}: not "
                 "supported; supported is 'default'"
             )
-        base = fields.get("rope_local_base_freq", family.local_theta)
+        base = fields.get(family.local_theta_field, family.local_theta)
         found["local_rope_theta"] = float(local.get("rope_theta", base))
         rope = {**top, **(new.get("full_attention") or {}), **old}
     rope = {name: value for name, value in rope.items() if value is not None}

@@ -77,8 +77,12 @@ class ModelFamily:
     for `late` and `no_rope` the field `use_sliding_window` turns them on."""
     window_period: int = 0
     """n of `pattern`: every n-th layer sees everything."""
+    window_period_field: str = ""
+    """The field that says another n, if the family has one."""
     local_theta: float | None = None
     """The default base of the rope of layers with a window, where they have one of their own."""
+    local_theta_field: str = ""
+    """The field beside `rope_parameters` that says another, if the family has one."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """What a `rope_type` means in this family where that is another one."""
     copied: tuple[str, ...] = ()
@@ -265,7 +269,9 @@ FAMILIES: dict[str, ModelFamily] = {
         embeds_by_root=True,
         windows="pattern",
         window_period=6,
+        window_period_field="sliding_window_pattern",
         local_theta=10000.0,
+        local_theta_field="rope_local_base_freq",
         copied=("query_pre_attn_scalar",),
         defaults={
             "head_dim": 256,

@@ -184,6 +184,8 @@ def _architecture(fields: GgufFields) -> _Architecture:
             raise ValueError(
                 f"{name}.{field}={value:g}: not supported; supported is a file without"
             )
+    if fields.get(f"{name}.attention.causal", bool) is False:  # a model of embeddings
+        raise ValueError(f"{name}.attention.causal=false: not supported; supported is true")
     return _ARCHITECTURES[name]
 
 

@@ -520,6 +520,11 @@ def _tensor_files(folder: Path) -> list[Path]:
             raise ValueError(
                 f"{folder}: missing {', '.join(missing)}, which {INDEX_FILE} lists; fetch it again"
             )
+        if SINGLE_FILE not in names and (folder / SINGLE_FILE).is_file():
+            raise ValueError(
+                f"{folder} holds {SINGLE_FILE} and {INDEX_FILE} of other files, which may be two "
+                "models: remove the one that is not meant"
+            )
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]

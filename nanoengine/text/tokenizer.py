@@ -87,6 +87,9 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception for a bad file
             raise ValueError(f"{file} is not a tokenizer this library reads: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # a folder of before transformers 4.34
+            config |= _read_json(folder / "special_tokens_map.json")
+        _check_added(tokenizer, config)
         return cls(
             tokenizer,
             eos_ids=_read_eos_ids(folder, tokenizer, config),
@@ -297,6 +300,19 @@ def _read_eos_ids(folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any])
             )
         found.add(index)
     return found
+
+
+def _check_added(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """`ValueError` for a control token that tokenizer_config.json alone has: transformers adds it,
+    here its name would be encoded as text."""
+    held = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in (config.get("added_tokens_decoder") or {}).values():
+        if token["content"] not in held:
+            raise ValueError(
+                f"tokenizer_config.json adds the token {token['content']!r}, which tokenizer.json "
+                "does not hold; save both with `transformers` "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
+            )
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

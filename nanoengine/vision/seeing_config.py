@@ -26,6 +26,8 @@ from nanoengine.vision.towers import (
 )
 
 _ROPES = {"rope_parameters", "rope_scaling"}
+_OF_FOLDERS = ("quantization_config", "transformers_weights")
+"""Fields about the tensors of a folder, which stand at the top."""
 _AXES = {"mrope_interleaved", "mrope_section"}
 """Fields of a rope over rows and columns. The first is not read: the family decides."""
 _ROPE_FIELDS = {"partial_rotary_factor", "rope_theta", "rope_type", "type"}
@@ -96,7 +98,8 @@ def from_hf_dict(fields: Mapping[str, Any]) -> SeeingConfig:
         )
     has_axes = family.rope_axes != "none"
     ropes = {name: _without_axes(text[name]) for name in _ROPES if has_axes and text.get(name)}
-    shape = read_shape({**text, **ropes, "model_type": fields["model_type"]}, family)
+    around_text = {name: fields[name] for name in _OF_FOLDERS if fields.get(name) is not None}
+    shape = read_shape({**text, **ropes, **around_text, "model_type": fields["model_type"]}, family)
     ties = [fields.get("tie_word_embeddings"), family.is_flat and text.get("tie_word_embeddings")]
     shape["tie_word_embeddings"] = any(map(bool, ties))
     # of two, `rope_scaling` is what people add to a folder (formats/config_json.py)

@@ -80,7 +80,7 @@ def draw_rope(dice: random.Random, family: str, head_dim: int) -> Fields:
             if family == "phi3" and dice.random() < 0.3:
                 kind = "su"  # LongRoPE before it had that name
             fields["rope_scaling"] = {name: kind} | scaling
-        if family == "gemma3_text" and dice.random() < 0.5:
+        if family in TWO_ROPES and dice.random() < 0.5:  # Gemma 3's, too
             fields["rope_local_base_freq"] = dice.choice(THETAS)
         return fields
     rope = {"rope_type": kind, **rope, **scaling}
@@ -129,8 +129,7 @@ def draw_windows(dice: random.Random, family: str, num_layers: int) -> Fields:
     has_size = family == "smollm3" or dice.random() < 0.85  # others have one of their own
     fields: Fields = {"sliding_window": size} if has_size else {}
     if rule == "pattern":
-        has_field = family == "gemma3_text" and dice.random() < 0.5
-        if has_field:
+        if dice.random() < 0.5:  # Gemma 3's, which others do not read
             fields["sliding_window_pattern"] = dice.randint(2, 4)
         return fields | by_list
     if rule == "late":

@@ -176,6 +176,11 @@ def test_defaults_are_those_of_transformers() -> None:
     theirs = GptOssConfig().to_dict()
     least = {name: theirs[name] for name in needed}
     assert ModelConfig.from_hf_dict(least) == ModelConfig.from_hf_dict(theirs)
+    # an object without fields is a rope without a scaling, null is the published one
+    plain = GptOssConfig(rope_parameters={}).to_dict()
+    assert plain["rope_parameters"]["rope_type"] == "default"
+    found = ModelConfig.from_hf_dict({**least, "rope_parameters": {}})
+    assert found == ModelConfig.from_hf_dict(plain) and found.rope_scaling is None
 
 
 @pytest.mark.parametrize(

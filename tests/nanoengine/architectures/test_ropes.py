@@ -130,7 +130,7 @@ def draw_fields(draw: random.Random, family: str) -> dict[str, Any]:
             fields["rope_scaling"]["type"] = fields["rope_scaling"].pop("rope_type")
     if draw.random() < 0.3 or (family == "phi3" and draw.random() < 0.7):
         fields["original_max_position_embeddings"] = draw.choice([48, 128])
-    if family == "gemma3_text" and draw.random() < 0.5:
+    if draw.random() < 0.5:  # Gemma 3's, which others do not read
         fields["rope_local_base_freq"] = 123.0
     return fields
 

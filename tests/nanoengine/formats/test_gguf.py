@@ -206,6 +206,7 @@ def test_a_mistral_folder_is_a_whole_chat_model(tmp_path: Path) -> None:
         ({"field": ("llama.attention.value_length", 4)}, "llama.attention.value_length=4"),
         ({"field": ("llama.logit_scale", 0.5)}, "llama.logit_scale=0.5: not supported"),
         ({"field": ("llama.expert_count", 8)}, "llama.expert_count=8: not supported"),
+        ({"field": ("llama.attention.causal", False)}, "llama.attention.causal=false: not supp"),
         ({"field": ("split.count", 3)}, "split.count=3: the model is in 3 files"),
         ({"field": ("llama.block_count", "two")}, "llama.block_count='two': must be an integer"),
         ({"field": ("llama.block_count", 99999)}, "num_hidden_layers=99999"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
+from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, make_reference, save_reference
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,6 +62,34 @@ def test_we_load_the_shards_that_transformers_saves(tmp_path: Path) -> None:
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     whole, shards = load_model(tmp_path / "whole"), load_model(tmp_path / "shards")
     assert torch.equal(logits(whole, IDS), logits(shards, IDS))
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    first = save_reference("llama-gqa-tied", tmp_path, seed=1)
+    second = make_reference("llama-gqa-tied", seed=2)
+    second.save_pretrained(tmp_path, max_shard_size="50KB")  # which leaves the whole file
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(read(IDS[None]).logits, first(IDS[None]).logits)
+    with pytest.raises(ValueError, match=r"model\.safetensors and .*index\.json of other files"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = load_model(tmp_path)
+    assert torch.equal(model.embedding.detach(), second.get_input_embeddings().weight.detach())
+
+
+def test_tensors_of_another_file_are_refused(tmp_path: Path) -> None:
+    save_reference("llama-gqa-tied", tmp_path, seed=1)
+    (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
+    first = load_file(tmp_path / "first.safetensors")
+    save_reference("llama-gqa-tied", tmp_path, seed=2)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    change = {"transformers_weights": "first.safetensors"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in first.items())
+    with pytest.raises(ValueError, match=r"transformers_weights='first\.safetensors'"):
+        load_model(tmp_path)
 
 
 def test_saving_again_removes_the_old_shards(tmp_path: Path) -> None:
@@ -227,6 +255,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         ({"head_dim": 7}, "head_dim=7"),
         ({"vocab_size": None}, "vocab_size=None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config="),
     ],
 )
 def test_an_unsupported_config_names_the_field(change: dict, message: str, tmp_path: Path) -> None:
@@ -405,7 +434,10 @@ def test_published_shapes_have_the_tensors_that_transformers_gives_them(name: st
         ("gemma3", {"layer_types": ["sliding_attention"]}, "1 kinds for 3 layers"),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0,
           "original_max_position_embeddings": 8}}}, "sliding_attention has rope_type='yarn'"),
+        ("qwen2-window", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+          "full_attention: this family has one rope for all layers"),
         ("mistral-window", {"layer_types": ["full_attention"] * 3}, "all layers"),
+        ("gemma3", {"sliding_window": None, "layer_types": None}, "windows in most layers"),
         ("qwen2-window", {"use_sliding_window": False}, "sliding_attention, but"),
         ("granite", {"sliding_window": 9}, "use_sliding_window"),
         ("smollm3", {"no_rope_layers": [1]}, "1 flags for 3 layers"),
@@ -424,6 +456,19 @@ def test_what_a_family_cannot_express_names_the_field(
     fields = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf_dict(fields | change)
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen2-window", "gemma3", "qwen3-moe"])
+def test_attention_that_is_not_causal_is_refused(shape: str, tmp_path: Path) -> None:
+    reference = save_reference(shape, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"is_causal": False}))
+    both_ways = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        moved = both_ways(IDS[None]).logits - reference(IDS[None]).logits
+    assert moved.abs().max() > 1
+    with pytest.raises(ValueError, match="is_causal=false: not supported"):
+        load_model(tmp_path)
 
 
 def test_the_page_about_models_lists_every_family() -> None:

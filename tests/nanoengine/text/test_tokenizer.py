@@ -240,3 +240,41 @@ def test_a_plain_prompt_has_the_ids_of_transformers(tmp_path: Path, has_bos: boo
         ids = ChatTokenizer.from_folder(tmp_path).encode_prompt(text)
         assert ids == theirs(text).input_ids
         assert (ids[:1] == [1]) == has_bos
+
+
+def test_a_token_that_the_settings_alone_add_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = small_tokenizer()
+    added = {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False}
+    added |= {"normalized": False, "single_word": False}
+    number = tokenizer.get_vocab_size()
+    config = {"added_tokens_decoder": {str(number): added}}
+    ChatTokenizer(tokenizer, eos_ids=[2], config=config).save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs("<|tool|>").input_ids == [number]
+    with pytest.raises(ValueError, match=r"adds the token '<\|tool\|>', which tokenizer\.json"):
+        ChatTokenizer.from_folder(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    ours = ChatTokenizer.from_folder(tmp_path)
+    assert ours.encode("<|tool|>", allow_special=True) == [number]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_named_tokens_of_an_old_folder_stand_in_a_file_of_their_own(
+    is_old: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = small_tokenizer()
+    new = {"bos_token": "<|pad|>", "eos_token": "<|im_end|>", "added_tokens_decoder": {}}
+    config = {} if is_old else new
+    template = "{{ bos_token }}" + TEMPLATE + "{{ eos_token }}"
+    ChatTokenizer(tokenizer, eos_ids=[2], chat_template=template, config=config).save(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    old = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
+    ours = ChatTokenizer.from_folder(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = theirs.apply_chat_template(CHATS[0], tokenize=True, return_dict=False)
+    assert ours.encode_chat(CHATS[0], add_generation_prompt=False) == ids
+    assert ids[0] == (1 if is_old else 0) and ids[-1] == 2
+    assert ours.eos_ids == {theirs.eos_token_id} == {2}

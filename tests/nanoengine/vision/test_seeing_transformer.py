@@ -230,6 +230,9 @@ def config_of(folder) -> dict:
         ("vision_config", {"fullatt_block_indexes": [1]}, "fullatt_block_indexes: not known"),
         ("vision_config", {"out_hidden_size": 64}, "out_hidden_size=64: must be the decoder's"),
         (None, {"vision_config": None}, "vision_config=None: must be an object"),
+        ("text_config", {"is_causal": False}, "is_causal=false: not supported"),
+        (None, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantised"),
+        (None, {"transformers_weights": "x.safetensors"}, "transformers_weights='x.safetensors'"),
     ],
 )
 def test_a_config_that_says_something_else_is_refused_by_name(folder, part, change, message):
