@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from nanoengine.formats.template_files import as_config, read_templates, remove_templates
 from nanoengine.text.special_guard import SpecialGuard, mask_strings
@@ -89,7 +89,7 @@ class ChatTokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # a folder of before transformers 4.34
             config |= _read_json(folder / "special_tokens_map.json")
-        _check_added(tokenizer, config)
+        _add_tokens(tokenizer, config)
         return cls(
             tokenizer,
             eos_ids=_read_eos_ids(folder, tokenizer, config),
@@ -302,17 +302,21 @@ def _read_eos_ids(folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any])
     return found
 
 
-def _check_added(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """`ValueError` for a control token that tokenizer_config.json alone has: transformers adds it,
-    here its name would be encoded as text."""
+def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Add the control tokens that tokenizer_config.json alone has, as transformers does; their
+    names would be encoded as text. `ValueError` where one would get another id than is said."""
     held = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token in (config.get("added_tokens_decoder") or {}).values():
-        if token["content"] not in held:
-            raise ValueError(
-                f"tokenizer_config.json adds the token {token['content']!r}, which tokenizer.json "
-                "does not hold; save both with `transformers` "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
-            )
+    listed = config.get("added_tokens_decoder") or {}
+    for index in sorted(listed, key=int):
+        fields = {name: value for name, value in listed[index].items() if name != "__type"}
+        if fields["content"] not in held:
+            tokenizer.add_tokens([AddedToken(**fields)])
+            if (found := tokenizer.token_to_id(fields["content"])) != int(index):
+                raise ValueError(
+                    f"tokenizer_config.json: its added token {fields['content']!r} has the id "
+                    f"{index}, but {found} is the next one of tokenizer.json: the two files are "
+                    "of different models"
+                )
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -242,21 +242,25 @@ def test_a_plain_prompt_has_the_ids_of_transformers(tmp_path: Path, has_bos: boo
         assert (ids[:1] == [1]) == has_bos
 
 
-def test_a_token_that_the_settings_alone_add_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_the_settings_alone_have_is_added(special: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = small_tokenizer()
-    added = {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False}
+    added = {"content": "<|tool|>", "special": special, "lstrip": False, "rstrip": False}
     added |= {"normalized": False, "single_word": False}
     number = tokenizer.get_vocab_size()
     config = {"added_tokens_decoder": {str(number): added}}
     ChatTokenizer(tokenizer, eos_ids=[2], config=config).save(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert theirs("<|tool|>").input_ids == [number]
-    with pytest.raises(ValueError, match=r"adds the token '<\|tool\|>', which tokenizer\.json"):
-        ChatTokenizer.from_folder(tmp_path)
-    theirs.save_pretrained(tmp_path)
     ours = ChatTokenizer.from_folder(tmp_path)
-    assert ours.encode("<|tool|>", allow_special=True) == [number]
+    text = "a <|tool|> b"
+    assert number in theirs(text).input_ids
+    assert ours.encode(text, allow_special=True) == theirs(text).input_ids
+    assert number not in ours.encode(text)  # as any control token in text
+    config = {"added_tokens_decoder": {str(number + 1): added}}
+    ChatTokenizer(tokenizer, eos_ids=[2], config=config).save(tmp_path)
+    with pytest.raises(ValueError, match=rf"has the id {number + 1}, but {number} is the next"):
+        ChatTokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
