@@ -306,7 +306,7 @@ class RewardKLOptions(OptionGroup):
     """That of a KL to the reference, in the rewards (algorithms/returns.py)."""
 
     kl_reward_coef: float = 0.0
-    """β of the k1 penalty inside the rewards (advantages reinforce_pp and gae)."""
+    """β of the k1 penalty inside the rewards (advantages reinforce_pp, gae and otb)."""
 
     def check(self) -> None:
         check_number("kl_reward_coef=", self.kl_reward_coef, 0)

@@ -37,6 +37,8 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The methods that a run calls, and what each is given."""
 VALUES = ("system", "tools", "parser", "loop", "data", "defaults", "evaluation_only")
 """What a run reads from the class."""
+BEFORE_EPISODES = ("setup", "tasks")
+"""Those of them that nobody awaits."""
 CALLED = ("done", "reward", "metric", "session")
 """What the methods call; a class that defines it anew breaks its own calls."""
 NEAR = 0.81
@@ -103,6 +105,7 @@ def _check(place: str, name: str, value: Any, *, is_users: bool) -> None:
             raise ValueError(f"{place} is {value!r:.60}, but it is a method{into}")
         if isinstance(value, FunctionType):
             _check_parameters(place, value, METHODS[name])
+            _check_awaited(place, name, value)
         return
     is_method = isinstance(value, FunctionType) and value.__name__ == name
     if name in VALUES:
@@ -138,6 +141,16 @@ def _check_parameters(place: str, method: FunctionType, given: Sequence[str]) ->
         raise ValueError(
             f"{place}{signature}: {error}; it is called as {place.rpartition('.')[2]}({wanted})"
         ) from None
+
+
+def _check_awaited(place: str, name: str, method: FunctionType) -> None:
+    """What is called before any episode begins has no event loop to wait in."""
+    is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    if is_async and name in BEFORE_EPISODES:
+        raise ValueError(
+            f"{place} is `async`, but it is called before any episode begins, where nobody waits "
+            f"for it; write `def {name}`, with asyncio.run inside if it must"
+        )
 
 
 def _is_wrapped(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """`BatchPolicy`: which groups make a batch, and what becomes of those that do not fit.
 
     spoilt     the machine cost the group members, for good (collector.py tries again first)
-    filtered   dynamic sampling leaves it out: all of its members are right, or none is
+    filtered   dynamic sampling leaves it out: all of its members earned the same
     stale      one of its tokens is older than the staleness that the run allows
 
 Each kind is trained on as it is, dropped (the batch is smaller) or replaced by the group of another

@@ -19,12 +19,16 @@ from nanorl.observability.alarms.alarms import (
     mean_surprise,
 )
 from nanorl.observability.alarms.finding import Finding, Severity
-from nanorl.observability.diagnosis.run_record import CLEAR, Change, RunRecord, Window
+from nanorl.observability.diagnosis.run_record import (
+    CLEAR,
+    LEAST_STEPS,
+    Change,
+    RunRecord,
+    Window,
+)
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.statistics import Z95, share_of_tasks
 
-LEAST_STEPS = 6
-"""Two in each of the windows that are compared."""
 LONG = 30
 """Steps after which most runs that learn have shown it: those that have not are warned of."""
 GAP = 0.2
@@ -146,7 +150,7 @@ def collapsed(record: RunRecord) -> Finding | None:
 
 def against_success(record: RunRecord) -> Finding | None:
     """The reward rises while success falls."""
-    if not (record.reward.rose and record.success.fell):
+    if record.num_steps < LEAST_STEPS or not (record.reward.rose and record.success.fell):
         return None
     return Finding(
         name="against_success",
@@ -200,7 +204,7 @@ def stands(record: RunRecord) -> Finding | None:
 
 def sharpened(record: RunRecord) -> Finding | None:
     """Sampled success rises and greedy success stands."""
-    if record.before is None or record.after is None:
+    if record.num_steps < LEAST_STEPS or record.before is None or record.after is None:
         return None
     sampled = _curve_rise(record, "heldout") or record.success
     greedy = PairedComparison.of(record.before, record.after)

@@ -15,7 +15,7 @@ from nanorl.observability.alarms.alarms import FEW_GROUPS, GOOD_SUCCESS, MANY
 from nanorl.observability.alarms.alike import action_ids, answers_alike
 from nanorl.observability.alarms.finding import Finding, Severity
 from nanorl.observability.alarms.silence import LEAST_OF_EACH, silence_pays
-from nanorl.observability.diagnosis.run_record import RunRecord
+from nanorl.observability.diagnosis.run_record import LEAST_STEPS, RunRecord
 from nanorl.types import Rollout, Status
 
 SOLVED = 0.99
@@ -192,7 +192,8 @@ def paid_cut_offs(record: RunRecord) -> Finding | None:
         for is_cut in (True, False)
     )
     share = record.change(_is_cut)
-    if min(len(cut), len(rest)) < LEAST_OF_EACH or len({*cut, *rest}) == 1:
+    is_early = record.num_steps < LEAST_STEPS
+    if is_early or min(len(cut), len(rest)) < LEAST_OF_EACH or len({*cut, *rest}) == 1:
         return None
     grows = share.rose and share.late - share.early >= GROWN
     if not grows or fmean(cut) < AS_MUCH * fmean(rest) or record.success.late >= GOOD_SUCCESS:

@@ -32,6 +32,8 @@ from nanorl.types import Rollout, Status
 
 NUM_PARTS = 3
 """The steps are cut into so many: the first part and the last one are compared."""
+LEAST_STEPS = 6
+"""Two in each part: before, nothing is said of what changed between them."""
 MOST_READ = 1024
 """Rollouts of a window, whole ones: a third of a second; its newest steps, or its oldest."""
 CLEAR = 2.0

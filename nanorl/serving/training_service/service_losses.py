@@ -43,7 +43,7 @@ TARGETS = "target_tokens"
 OUR_CHOICES = ("old_policy", "correction")
 OUR_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", *OUR_CHOICES),
-    *("correction_cap", "correction_low", "correction_high", "veto_below"),
+    *("correction_cap", "correction_low", "correction_high", "correction_kl", "veto_below"),
 )
 """What a loss of ours reads of `AlgorithmSpec` without a reference policy or an entropy. How tokens
 are weighed and rewards become advantages is the client's."""

@@ -313,6 +313,9 @@ def kit_of(cls: Any) -> Any:
         ("def step(self): ...", r"Bad.step\(self\): .*called as step\(self, text\)"),
         ("def score(self): ...", r"Bad.score\(self\): .*called as score\(self, transcript\)"),
         ("def teacher(self, seen): ...", r"called as teacher\(self, observations, rng\)"),
+        ("async def setup(self): ...", "Bad.setup is `async`, .*write `def setup`"),
+        ("async def tasks(self, rng): ...", "Bad.tasks is `async`, .*write `def tasks`"),
+        ("async def tasks(self):\n        yield 1", "Bad.tasks is `async`"),
         # What is the user's own.
         ("def stop(self): ...", ""),
         ("def parse(self, text): ...", ""),
@@ -327,6 +330,8 @@ def kit_of(cls: Any) -> Any:
             "is what an environment is given",
         ),
         ("def tasks(self): ...", ""),
+        ("async def reset(self): ...", ""),
+        ("async def teacher(self, observations, rng): ...", ""),
         ("def step(self, text, more=None): ...", ""),
         ("teacher = None", ""),
         ("system = property(lambda self: 'a')", ""),

@@ -292,6 +292,14 @@ def test_what_a_run_has_lost_is_not_missed(seed: int) -> None:
     assert one.text()
 
 
+@pytest.mark.parametrize("name", ["against_success", "paid_cut_offs", "sharpened", "wild_steps"])
+def test_before_the_sixth_step_nothing_is_said_of_changes(name: str) -> None:
+    ill, _ = SIDES[name]
+    one = ill()
+    assert name in names(replace(one, rows=one.rows[:6]))
+    assert name not in names(replace(one, rows=one.rows[:5]))
+
+
 def test_windows_are_the_first_and_the_last_third() -> None:
     assert windows(12) == (range(4), range(8, 12))
     assert windows(8) == (range(2), range(6, 8))

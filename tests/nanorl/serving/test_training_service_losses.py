@@ -136,6 +136,10 @@ def test_our_losses_weigh_tokens_by_how_far_the_policy_has_moved() -> None:
     got, gradient = run("nanorl:ppo", RL, config)
     assert got == pytest.approx(expected, rel=1e-6)
     assert sum(gradient) == pytest.approx(expected, rel=1e-6)
+    # kpop drops what is more than so many nats apart: of these four 0.024, 0.010, 0.016 and 0.
+    config = {"old_policy": "recomputed", "correction": "kpop", "correction_kl": 0.012}
+    got, _ = run("nanorl:ppo", RL, config)
+    assert got == pytest.approx(-A[1] * RATIO[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("target", [math.nan, math.inf, 6.5])
