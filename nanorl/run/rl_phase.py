@@ -20,6 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.heads.scorer import Policy
+from nanoengine.state.checkpoint import forget_newer
 from nanorl.distributed.roles.base import RunCritic
 from nanorl.envs.judged import judges_of
 from nanorl.flow.curriculum import TaskChooser
@@ -205,7 +206,9 @@ class RLPhase:
             return None
         critic = await state.roles.open_critic(state.dir / "critic-start")
         if state.cursor.critic:
-            await state.train(critic.load, state.dir / "critic" / state.cursor.critic)
+            folder = state.dir / "critic" / state.cursor.critic
+            await state.train(critic.load, folder)
+            await state.train(forget_newer, folder)
         return critic
 
     async def _open_reference(self) -> Policy | None:

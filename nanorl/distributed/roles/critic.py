@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoengine.state.checkpoint import forget_newer
 from nanorl.scorers.value_critic import Critic
 
 
@@ -18,6 +17,5 @@ class SavedCritic(Critic):
         return folder.name
 
     def load(self, path: Path) -> None:
-        """Go back to the checkpoint `path`; newer ones beside it are forgotten."""
+        """Go back to the checkpoint `path`."""
         self.engine.load(path)
-        forget_newer(path)

@@ -433,3 +433,27 @@ def test_a_run_of_two_replicas_in_processes_replays_in_one(
     result = json.loads(capsys.readouterr().out)
     assert result["num_equal"] == result["num_rollouts"] == 2 + 3 * 4 + 2 + 1
     assert result["weights"] == {str(version): "equal" for version in range(4)}
+
+
+@pytest.mark.parametrize("algorithm", ["--algorithm ppo", "--algorithm grpo --rl.replay.share 0.5"])
+def test_a_replay_leaves_the_run_as_it_is(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are made again from older checkpoints, beside which the newer ones stay."""
+    run = tmp_path / "run"
+    options = (*SMALL, *algorithm.split(), "--save-every", "1", "--keep-checkpoints", "3")
+    assert main(["train", *options, "--out", str(run)]) == 0
+    before = contents(run)
+    assert any("critic/" in name for name in before) == ("ppo" in algorithm)
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["num_equal"] == result["num_rollouts"] == 2 + 3 * 4 + 2 + 1
+        assert contents(run) == before
+
+
+def contents(run: Path) -> dict[str, int]:
+    """A sum of every file but the databases, which take in what was last written to them."""
+    files = (file for file in run.rglob("*") if file.is_file() and ".sqlite" not in file.name)
+    return {str(file.relative_to(run)): zlib.crc32(file.read_bytes()) for file in files}
