@@ -149,6 +149,14 @@ def _is_curriculum(found: Any) -> bool:
     )
 
 
+def candidates(source: TaskSource, number: int, count: int) -> Sequence[Task]:
+    """The `count` tasks among which task `number` of a run is chosen: of one environment, where the
+    source has several (envs/mix.py)."""
+    draw = getattr(source, "candidates", source.batch)
+    drawn: Sequence[Task] = draw(number, count)
+    return drawn
+
+
 class TaskChooser:
     """The task of each number of a run."""
 
@@ -157,10 +165,9 @@ class TaskChooser:
 
     def task(self, number: int) -> Task:
         """The task that is played as number `number`, counted over the whole run."""
-        draw = getattr(self._source, "candidates", self._source.batch)  # of several environments
-        candidates = draw(number, self._curriculum.num_candidates)
+        drawn = candidates(self._source, number, self._curriculum.num_candidates)
         rng = random.Random(derive_seed(self._seed, "curriculum", number))
-        return self._curriculum.choose(candidates, rng)
+        return self._curriculum.choose(drawn, rng)
 
     def observe(self, task: Task, rewards: Sequence[float]) -> None:
         self._curriculum.observe(task, rewards)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 
+from nanorl.flow.curriculum import candidates
 from nanorl.inspection.replay.past_run import Chosen
 from nanorl.options.parts import Parts
 from nanorl.options.run_curriculum import run_curriculum
@@ -39,8 +40,10 @@ class CurrentTasks:
     def _candidates(self, number: int) -> Sequence[Task]:
         """Those among which the run chose its task of that number."""
         if number not in self._drawn:
-            count = run_curriculum(self._parts.config).num_candidates
-            self._drawn[number] = self._parts.tasks.train.batch(number, count)
+            source, curriculum = self._parts.tasks.train, run_curriculum(self._parts.config)
+            drawn = candidates(source, number, curriculum.num_candidates)
+            # A run of before may have chosen among tasks of all its environments.
+            self._drawn[number] = [*drawn, *source.batch(number, curriculum.num_candidates)]
         return self._drawn[number]
 
 
