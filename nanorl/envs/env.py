@@ -13,7 +13,7 @@
             return "higher" if guess < self.task.answer else "lower"
 
 An object of the class is one episode. Every method but `setup` and `tasks` may be a coroutine. What
-it does not need may be left out: without `step` the policy's text is its answer; without `score` an
+is not needed may be left out: without `step` the policy's text is its answer; without `score` an
 answer earns 1 if it equals `task.answer`, numbers compared by value.
 
 A method `teacher(self, observations, rng)` shows how a task is played: it knows `self.task`, is

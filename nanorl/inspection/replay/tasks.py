@@ -40,10 +40,8 @@ class CurrentTasks:
     def _candidates(self, number: int) -> Sequence[Task]:
         """Those among which the run chose its task of that number."""
         if number not in self._drawn:
-            source, curriculum = self._parts.tasks.train, run_curriculum(self._parts.config)
-            drawn = candidates(source, number, curriculum.num_candidates)
-            # A run of before may have chosen among tasks of all its environments.
-            self._drawn[number] = [*drawn, *source.batch(number, curriculum.num_candidates)]
+            count = run_curriculum(self._parts.config).num_candidates
+            self._drawn[number] = candidates(self._parts.tasks.train, number, count)
         return self._drawn[number]
 
 
