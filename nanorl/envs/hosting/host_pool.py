@@ -98,7 +98,7 @@ class _Life:
         try:
             while not answer.done():
                 left_s = self._since[number] + limit_s - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 and number == min(self._since):  # nobody waits behind another
                     self.end(f"{what} took longer than {limit_s:g} s", number)
                 await asyncio.wait({answer}, timeout=max(left_s, 0.05))
             return answer.result()

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +18,19 @@ import pytest
 from waiting import eventually
 
 from nanorl.envs.hosting.environment import EpisodeHost, HostedEnvironment
-from nanorl.envs.hosting.host_pool import MAX_STARTS, HostingLimits, WorkerPool
+from nanorl.envs.hosting.host_pool import (
+    MAX_STARTS,
+    BystanderError,
+    HostingLimits,
+    WorkerPool,
+    _Life,
+)
+from nanorl.envs.hosting.host_worker import WorkerReply
 from nanorl.envs.hosting.reward import HostedReward
 from nanorl.envs.rewards.base import Score, Transcript
 from nanorl.task import Task
 from nanorl.types import InfrastructureError, Rollout
+from nanosched import WorkerDied
 
 pytestmark = [
     pytest.mark.xdist_group("hosting"),
@@ -212,6 +221,33 @@ def test_a_call_that_waits_its_turn_behind_one_that_hangs_is_served_by_the_next_
     one, hung, three, four = in_time(run())
     assert isinstance(hung, InfrastructureError) and "took longer than 3 s" in str(hung)
     assert [one.total, three.total, four.total] == [0.001, 0.003, 0.004]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.4], ids=["before its time", "at its time"])
+def test_whoever_waits_behind_a_call_that_hangs_is_not_to_blame(delay_s: float) -> None:
+    """When the clocks of both run out, whichever is looked at first."""
+
+    async def run() -> list[Any]:
+        killed = asyncio.Event()
+        handle: Any = None  # nothing is sent
+        life = _Life(handle, killed.set)
+
+        async def worker_dies() -> WorkerReply:
+            await killed.wait()
+            raise WorkerDied("killed")
+
+        futures = [asyncio.ensure_future(worker_dies()) for _ in range(2)]
+        calls = [
+            asyncio.ensure_future(life.ask(what, future, limit_s))
+            for what, future, limit_s in zip(("hangs", "waits"), futures, (0.3, 0.2), strict=True)
+        ]
+        await asyncio.sleep(0.05)
+        time.sleep(delay_s)  # the loop is late for both
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    hangs, waits = in_time(run())
+    assert type(hangs) is InfrastructureError and "hangs took longer than 0.3 s" in str(hangs)
+    assert type(waits) is BystanderError and "hangs took longer than 0.3 s" in str(waits)
 
 
 def test_calls_in_turn_each_have_their_own_deadline(tmp_path: Path) -> None:

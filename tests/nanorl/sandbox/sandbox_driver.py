@@ -157,6 +157,8 @@ class Examiner:
     most_at_rest = 5
     """Bubblewrap, the process that it started, the server; the next program and its pid 1, which it
     has none of without namespaces. Those of boxes, which are started ahead, are not counted so."""
+    most_that_stay = 3
+    """Of these, the ones that are there for program after program."""
 
     def __init__(self, pool: WorkspaceSandbox) -> None:
         self.pool = pool
@@ -181,18 +183,21 @@ class Examiner:
         """Everything wrong that the host can see of one execution; empty when it was held."""
         result = self.run(program)
         found = outcome_violations(program, result)
-        found += self.survivors() if self.is_box else self.strangers()
+        before = [] if self.is_box else self.settled()
+        found += self.survivors() if self.is_box else self.strangers(before)
         if reached := self.host.contacts():
             found.append(f"reached the host's sockets: {reached}")
         after = self.pool.run_sync(self.probe, timeout_s=10.0)
+        if not found and len(stayed := self.stayed(before)) > self.most_that_stay:
+            found.append(f"{len(stayed)} processes are alive after the next program as before it")
         if after.stdout != self.clean.stdout:
             found.append(f"the next program sees {after}, not {self.clean.stdout!r}")
             if self.is_box and after.status == "ok":
                 self.clean = after  # what one program left is that program's doing alone
         return [f"{program.name}: {line}" for line in found]
 
-    def strangers(self) -> list[str]:
-        if len(alive := self.settled()) <= self.num_at_rest:
+    def strangers(self, alive: list[int]) -> list[str]:
+        if len(alive) <= self.num_at_rest:
             return []
         return [f"{len(alive)} processes are alive in the worker, {self.num_at_rest} belong there"]
 
@@ -221,6 +226,15 @@ class Examiner:
                 break
             time.sleep(0.01)
         return alive
+
+    def stayed(self, before: list[int]) -> set[int]:
+        """What was there before the last program and still is. For a moment, until the child of the
+        next one is there, a pool may have the right number of processes, one of them a stranger."""
+        for _ in range(500):
+            if len(both := set(before).intersection(self.alive())) <= self.most_that_stay:
+                break
+            time.sleep(0.01)
+        return both
 
     def alive(self) -> list[int]:
         """Whatever belongs to the pool."""

@@ -353,7 +353,7 @@ def test_the_canary_sees_walls_in_every_kind_of_execution(pool: SandboxPool) -> 
 
 
 class SessionExaminer(Examiner):
-    most_at_rest = 2  # as in `alive_in`: programs are forked when they come
+    most_at_rest = most_that_stay = 2  # as in `alive_in`: programs are forked when they come
 
     def alive(self) -> list[int]:
         pool: Any = self.pool
