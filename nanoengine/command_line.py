@@ -95,7 +95,7 @@ def program() -> str:
     found = shutil.which("nanorl")
     if found is not None and Path(found).absolute() == script.absolute():
         return "nanorl"
-    return short_path(script) if script.is_file() else f"{python()} -m nanorl.cli"
+    return short_path(script) if script.is_file() else f"{python()} -m nanorl"
 
 
 def python() -> str:

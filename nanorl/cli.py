@@ -135,7 +135,3 @@ def _parsed(name: str, words: list[str]) -> Callable[[], Any]:
 
     with plain_errors(words):
         return tyro.cli(with_options, args=words, prog=f"nanorl {name}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -153,7 +153,7 @@ def draw(rng: random.Random, count: int) -> list[str]:
 def nanorl(verb: str, *arguments: str) -> subprocess.Popen[str]:
     """Begins a command in a session of its own, so that all of it can be killed."""
     return subprocess.Popen(
-        [sys.executable, "-m", "nanorl.cli", verb, *arguments],
+        [sys.executable, "-m", "nanorl", verb, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

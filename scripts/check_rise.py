@@ -19,7 +19,7 @@ from statistics import fmean
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "rise-check"
-COMMAND = "-m nanorl.cli train --env examples/maze.py"
+COMMAND = "-m nanorl train --env examples/maze.py"
 SHORT = "--rl.steps 16 --evaluation.num-tasks 16 --evaluation.num-tasks-untrained 1 --no-keep-start"
 NUM_STEPS = 3
 LEAST_RISE = 0.1

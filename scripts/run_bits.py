@@ -47,7 +47,7 @@ NOT_OF_THE_RUN = {"id", "stored_at"}  # when and as which row a rollout was stor
 def nanorl(verb: str, *arguments: str) -> str:
     """What the command prints. Ends this program where it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "nanorl.cli", verb, *arguments],
+        [sys.executable, "-m", "nanorl", verb, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs=2, type=Path, required=True)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     given = parser.parse_args()
-    command = [sys.executable, "-m", "nanorl.cli", "view", *map(str, given.runs)]
+    command = [sys.executable, "-m", "nanorl", "view", *map(str, given.runs)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None
     try:

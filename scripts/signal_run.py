@@ -269,7 +269,7 @@ def check(layout: str, out: Path, calm: dict[str, Any]) -> dict[str, bool]:
     admitted = {name for name in stored if "failed" not in name}
     checks = {"each rollout once": admitted == expected_ids(STEPS)}
     if "async" in layout:
-        command = [sys.executable, "-m", "nanorl.cli", "replay", str(out), "--phase", "rl"]
+        command = [sys.executable, "-m", "nanorl", "replay", str(out), "--phase", "rl"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         checks["stored tokens exact"] = done.returncode == 0

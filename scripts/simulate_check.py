@@ -78,7 +78,7 @@ def run_real(num_replicas: int, num_steps: int, folder: Path) -> list[dict[str, 
     """Train; the rows of metrics.jsonl but the first, whose processes are still warming up."""
     words = ["--rollout.replicas", str(num_replicas), "--rl.steps", str(num_steps + 1)]
     subprocess.run(
-        [sys.executable, "-m", "nanorl.cli", "train", *TRAIN, *words, "--out", str(folder)],
+        [sys.executable, "-m", "nanorl", "train", *TRAIN, *words, "--out", str(folder)],
         cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     lines = (folder / "metrics.jsonl").read_text().splitlines()

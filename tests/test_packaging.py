@@ -303,7 +303,7 @@ print("torch" in sys.modules)"""
 
 def test_a_shell_completes_verbs_and_their_flags() -> None:
     program = """
-    nanorl() { "$PYTHON" -m nanorl.cli "$@"; }
+    nanorl() { "$PYTHON" -m nanorl "$@"; }
     source <(nanorl completion)
     COMP_WORDS=(nanorl serve-); COMP_CWORD=1; _nanorl; echo "${COMPREPLY[@]}"
     COMP_WORDS=(nanorl new --fo); COMP_CWORD=2; _nanorl; echo "${COMPREPLY[@]}"

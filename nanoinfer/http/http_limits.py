@@ -48,6 +48,6 @@ class HttpLimits:
         for one in fields(self):
             if not 0 < getattr(self, one.name) < math.inf:
                 raise ValueError(
-                    f"--limits.{one.name.replace('_', '-')} {getattr(self, one.name)}: must be "
-                    "positive and finite"
+                    f"{one.name}={getattr(self, one.name)}: a limit of the server must be positive "
+                    "and finite"
                 )

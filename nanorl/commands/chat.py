@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -32,7 +32,7 @@ class Beginning:
 def chat(
     source: tyro.conf.Positional[str],
     /,
-    first: tyro.conf.OmitArgPrefixes[Beginning] = Beginning(),
+    first: Annotated[tyro.conf.OmitArgPrefixes[Beginning], tyro.conf.arg(name="")] = Beginning(),
     *,
     model: Literal["trained", "base"] = "trained",
     base: str | None = None,

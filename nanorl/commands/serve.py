@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -21,7 +22,9 @@ from nanoinfer.server.config import ServerConfig, ServerOptions
 def serve(
     source: tyro.conf.Positional[str],
     /,
-    options: tyro.conf.OmitArgPrefixes[ServerOptions] = ServerOptions(),  # noqa: B008 - frozen
+    options: Annotated[
+        tyro.conf.OmitArgPrefixes[ServerOptions], tyro.conf.arg(name="")
+    ] = ServerOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Serve a model over HTTP in OpenAI's protocol, and a page to chat on.
 

@@ -18,6 +18,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -66,7 +67,9 @@ class ServeEnvOptions:
 def serve_env(
     env: tyro.conf.Positional[str],
     /,
-    options: tyro.conf.OmitArgPrefixes[ServeEnvOptions] = ServeEnvOptions(),
+    options: Annotated[
+        tyro.conf.OmitArgPrefixes[ServeEnvOptions], tyro.conf.arg(name="")
+    ] = ServeEnvOptions(),
 ) -> None:
     """Serve an environment over HTTP: `nanorl train --env http://...` plays in it.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.text import Text
@@ -76,7 +76,9 @@ class TerminalOptions:
 def view(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     /,
-    shown: tyro.conf.OmitArgPrefixes[TerminalOptions] = TerminalOptions(),
+    shown: Annotated[
+        tyro.conf.OmitArgPrefixes[TerminalOptions], tyro.conf.arg(name="")
+    ] = TerminalOptions(),
     *,
     host: str = "127.0.0.1",
     port: int = 0,

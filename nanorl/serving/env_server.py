@@ -83,7 +83,8 @@ class ServeLimits:
         for name in ("max_episodes", "idle_s", "call_s", "max_body_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"--limits.{name} {getattr(self, name)}: must be positive and finite"
+                    f"{name}={getattr(self, name)}: a limit of the server must be positive "
+                    "and finite"
                 )
 
 

@@ -78,7 +78,7 @@ def test_errors_that_a_user_can_mend_end_with_one_line(capsys: pytest.CaptureFix
 def test_a_reader_that_leaves_is_no_error(words: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "nanorl.cli", *words.split()]
+    command = [sys.executable, "-m", "nanorl", *words.split()]
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     status, said = done.returncode, done.stderr.splitlines()
@@ -96,7 +96,7 @@ def test_a_program_is_called_as_its_user_can_call_it(
     monkeypatch.setattr(command_line, "sys", SimpleNamespace(executable=str(bin_ / "python")))
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.chdir(tmp_path)
-    assert program() == ".venv/bin/python -m nanorl.cli", "nobody has installed it"
+    assert program() == ".venv/bin/python -m nanorl", "nobody has installed it"
     (bin_ / "nanorl").touch(mode=0o755)
     assert program() == ".venv/bin/nanorl"
     (tmp_path / "elsewhere").mkdir()

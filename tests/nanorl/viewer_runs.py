@@ -172,7 +172,7 @@ def viewed(*runs: Path) -> TestClient:
 @contextmanager
 def served(*runs: Path, options: Sequence[str] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address that `nanorl view` prints, with its key, and its process."""
-    command = [sys.executable, "-m", "nanorl.cli", "view", *map(str, runs), *options]
+    command = [sys.executable, "-m", "nanorl", "view", *map(str, runs), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     try:

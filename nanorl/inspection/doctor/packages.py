@@ -69,7 +69,7 @@ def path_finding(command: str | None) -> Finding | None:
     if own.exists():
         remedy = f"source {own.parent / 'activate'}, or call {own}"
     else:
-        remedy = f"{sys.executable} -m nanorl.cli does the same from the project's folder"
+        remedy = f"{sys.executable} -m nanorl does the same from the project's folder"
     return Finding(
         name="not_on_path",
         severity=Severity.NOTE,

@@ -42,7 +42,7 @@ def test_what_the_page_writes_is_trained_by_its_command(
     command, *options = shlex.split(block(title, "bash"))
     assert command == "nanorl" and file in " ".join(options)
     done = subprocess.run(
-        [sys.executable, "-m", "nanorl.cli", *options, *SHORT.split()],
+        [sys.executable, "-m", "nanorl", *options, *SHORT.split()],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -139,7 +139,7 @@ def test_the_model_of_a_run_that_goes_on_is_its_newest_checkpoint(
 @pytest.fixture
 def server(unfinished: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of `nanorl serve RUN`, and its process."""
-    command = [sys.executable, "-m", "nanorl.cli", "serve", str(unfinished), "--port", "0"]
+    command = [sys.executable, "-m", "nanorl", "serve", str(unfinished), "--port", "0"]
     process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

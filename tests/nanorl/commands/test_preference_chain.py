@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "examples" / "preferences"
 PROGRAMS = {
     "bash scripts/train_sft.sh": f"{sys.executable} scripts/train_sft.py",
-    ".venv/bin/nanorl": f"{sys.executable} -m nanorl.cli",
+    ".venv/bin/nanorl": f"{sys.executable} -m nanorl",
 }
 SMALL = ["--steps", "3", "--batch-size", "4", "--lr", "1e-3", "--warmup-steps", "0"]
 

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def nanorl(folder: Path, *arguments: str) -> str:
     """What the command prints; it has to succeed."""
     done = subprocess.run(
-        [sys.executable, "-m", "nanorl.cli", *arguments],
+        [sys.executable, "-m", "nanorl", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -91,7 +91,7 @@ def test_it_is_replayed(folder: Path) -> None:
     """On the machine that sampled it every bit comes out; elsewhere a rollout may end otherwise,
     and then the command says so. What is held here is that it reads the run to its end."""
     done = subprocess.run(
-        [sys.executable, "-m", "nanorl.cli", "replay", "run"],
+        [sys.executable, "-m", "nanorl", "replay", "run"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

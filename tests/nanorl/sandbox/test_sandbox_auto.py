@@ -253,7 +253,7 @@ def is_usable(python: str, user: int) -> bool:
 @pytest.mark.timeout(900)
 def test_a_run_goes_to_its_end_there(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = banned("-m", "nanorl.cli", "train", *SHORT, "--out", str(out))
+    done = banned("-m", "nanorl", "train", *SHORT, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "\nsandbox: wasm, since bwrap does not run here: " in done.stdout
     held_by_files(out, "wasm")

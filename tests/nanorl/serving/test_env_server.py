@@ -413,7 +413,7 @@ def test_a_server_that_is_killed_fails_its_episodes_and_its_successor_plays_on(
     )
 
     def start(port: int = 0) -> tuple[subprocess.Popen[str], str]:
-        words = [sys.executable, "-m", "nanorl.cli", "serve-env", str(game), "--workers", "0"]
+        words = [sys.executable, "-m", "nanorl", "serve-env", str(game), "--workers", "0"]
         server = subprocess.Popen(
             [*words, "--port", str(port)], stdout=subprocess.PIPE, text=True,
             env=os.environ | {"TMPDIR": str(scratch)},
