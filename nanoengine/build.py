@@ -27,7 +27,7 @@ from nanoengine.formats.hf import (
     load_stages,
     model_class,
     read_state,
-    say_limit,
+    say_difference,
 )
 from nanoengine.heads.value_engine import ValueEngine, value_model
 from nanoengine.model.config import ModelConfig
@@ -75,7 +75,7 @@ def build_engine(
         return Engine(load_model(folder, device=str(mesh.device)), config, mesh)
     path = Path(folder)
     shape = ModelConfig.from_folder(path)
-    say_limit(path, shape)
+    say_difference(path, shape)
     check_layout(mesh.layout, shape, config, split)
     check_memory(shape, torch.float32, mesh.device, num_parts=mesh.size(("tp", "pp", "ep")))
     models = _make_models(shape, mesh, split)

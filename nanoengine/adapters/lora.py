@@ -30,12 +30,12 @@ from torch import Tensor
 from kernels.memory import all_finite
 from nanoengine.adapters.lora_config import ALL_LINEAR, LoraConfig
 from nanoengine.adapters.peft_config import HEAD, PLAIN, PeftConfig, read_peft_config
+from nanoengine.formats.config_json import ADAPTER_FILE
 from nanoengine.formats.hf import hf_views, name_here, name_in_folder
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.state.tensor_file import write_tensors
 
-CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
@@ -166,7 +166,7 @@ def read_adapter(folder: str | Path) -> dict[str, LowRank]:
 
 
 def _read_folder(path: Path) -> tuple[PeftConfig, dict[str, LowRank]]:
-    config = read_peft_config(path / CONFIG_FILE)
+    config = read_peft_config(path / ADAPTER_FILE)
     pairs = _read_pairs(path / TENSOR_FILE)
     adapter = {}
     for module, pair in pairs.items():
@@ -175,18 +175,18 @@ def _read_folder(path: Path) -> tuple[PeftConfig, dict[str, LowRank]]:
         try:
             rank, scale = config.rank_of(module), config.scale_of(module)
         except ValueError as error:
-            raise ValueError(f"{path / CONFIG_FILE}: no scale for {module}: {error}") from None
+            raise ValueError(f"{path / ADAPTER_FILE}: no scale for {module}: {error}") from None
         found = {len(pair["A"]), *pair["B"].shape[1:]}
         if len(found) == 1 and found != {rank}:
             raise ValueError(
-                f"{path / CONFIG_FILE}: r says that {module} has rank {rank}, and its tensors have "
-                f"{found.pop()}, so the scale is not known; mend r or rank_pattern"
+                f"{path / ADAPTER_FILE}: r says that {module} has rank {rank}, and its tensors "
+                f"have {found.pop()}, so the scale is not known; mend r or rank_pattern"
             )
         adapter[module] = LowRank(pair["A"], pair["B"], scale)
     try:
         config.check_modules(adapter)
     except ValueError as error:
-        raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
+        raise ValueError(f"{path / ADAPTER_FILE}: {error}") from None
     return config, adapter
 
 
@@ -205,7 +205,7 @@ def adapter_of(model: Transformer, source: str | Path | Adapter, name: str) -> A
     try:
         config.check_complete(read, [*every, *([HEAD] if model.head is not None else [])])
     except ValueError as error:
-        raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
+        raise ValueError(f"{path / ADAPTER_FILE}: {error}") from None
     return adapter
 
 
@@ -234,7 +234,7 @@ def write_adapter(
         "target_modules": targets,
         **{name: PLAIN[name] for name in _WRITTEN},  # what old releases know, too
     }
-    (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    (path / ADAPTER_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:

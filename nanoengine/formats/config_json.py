@@ -15,6 +15,7 @@ Next: families.py (what sets families apart), hf.py (the tensors).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -34,6 +35,8 @@ from nanoengine.model.config import ModelConfig
 
 _SEEING_FROM = "nanoengine.vision.seeing_config:from_hf_dict"
 _SEEING_TO = "nanoengine.vision.seeing_config:to_hf_dict"
+ADAPTER_FILE = "adapter_config.json"
+"""What makes a folder one of a LoRA adapter."""
 MAX_LAYERS = 10_000
 """Ten times the deepest models that were ever trained: more is a damaged file."""
 
@@ -41,6 +44,11 @@ MAX_LAYERS = 10_000
 def from_folder(path: str | Path) -> ModelConfig:
     """Read `config.json` of a Hugging Face folder."""
     file = Path(path) / "config.json"
+    if not file.is_file() and (Path(path) / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{path} holds a LoRA adapter, not a model: give the folder of its base model, and "
+            "this one as its adapter (`nanorl serve BASE --lora FOLDER`)"
+        )
     if not file.is_file():
         raise ValueError(
             f"{file} does not exist: give a Hugging Face model folder (config.json, "
@@ -70,6 +78,7 @@ def from_hf_dict(fields: Mapping[str, Any]) -> ModelConfig:
 def read_shape(fields: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """The arguments of `ModelConfig` that the fields of a text model, or of the decoder of one that
     sees, say."""
+    _check_types(fields, family)
     _refuse_unsupported(fields, family)
 
     def get(name: str) -> Any:
@@ -212,6 +221,17 @@ _COUNTS = (
     "head_dim",
     "max_position_embeddings",
 )
+_SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "use_sliding_window",
+    "use_bidirectional_attention",
+    "is_causal",
+)
+_NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+_INTEGERS = ("head_dim", "max_position_embeddings", "bos_token_id", "pad_token_id")
 _MULTIPLIERS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -382,6 +402,28 @@ def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1
     if value < least:
         raise ValueError(f"{name}={value}: must be at least {least}")
     return value
+
+
+def _check_types(fields: Mapping[str, Any], family: ModelFamily) -> None:
+    """Refuse what Python would take for something else: "false" is true. As transformers does,
+    whose classes say the types of all fields; null stands for the default."""
+
+    def is_number(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    def are_ids(value: Any) -> bool:
+        return all(type(x) is int for x in (value if isinstance(value, list) else [value]))
+
+    for names, is_right, rule in (
+        (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
+        ((*_NUMBERS, *family.copied), is_number, "a number"),
+        (_INTEGERS, lambda value: type(value) is int, "an integer"),
+        (("eos_token_id",), are_ids, "an integer, or a list of them"),
+    ):
+        for name in names:
+            value = fields.get(name)
+            if value is not None and not is_right(value):
+                raise ValueError(f"{name}={value!r}: must be {rule}; mend config.json")
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:

@@ -30,7 +30,7 @@ from kernels.transport.checksum import copy_large
 from nanoengine.architectures.family_layer import FamilyLayer
 from nanoengine.architectures.moe import ExpertSplit, MoeMlp
 from nanoengine.architectures.quantized import Int8Linear, check_quantizable, quantize_layer
-from nanoengine.formats.config_json import context_limit
+from nanoengine.formats.config_json import ADAPTER_FILE, context_limit
 from nanoengine.formats.families import ModelFamily, family_of, sees
 from nanoengine.formats.matrices import int8_places
 from nanoengine.formats.mxfp4 import widened
@@ -451,7 +451,7 @@ def load_model(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
-    say_limit(path, config)
+    say_difference(path, config)
     check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
     finish = None
@@ -469,11 +469,18 @@ def load_model(
     return model
 
 
-def say_limit(folder: Path, config: ModelConfig) -> None:
-    """Warn once where the context of a folder ends before others serve it."""
+def say_difference(folder: Path, config: ModelConfig) -> None:
+    """Warn once where a folder is served otherwise by others: its context ends later, or an
+    adapter beside its weights is added to them."""
     limit = context_limit(config)
     if limit is not None:
         warnings.warn(f"{folder / 'config.json'}: {limit}", stacklevel=3)
+    if (folder / ADAPTER_FILE).is_file():
+        warnings.warn(
+            f"{folder / ADAPTER_FILE} lies beside the weights of a model: they are loaded without "
+            "the adapter; put it into a folder of its own",
+            stacklevel=3,
+        )
 
 
 def check_memory(
@@ -516,6 +523,8 @@ def _tensor_files(folder: Path) -> list[Path]:
                 "fetch it again"
             ) from error
         missing = [name for name in names if not (folder / name).is_file()]
+        if missing == names and (folder / SINGLE_FILE).is_file():  # what was saved over shards
+            return [folder / SINGLE_FILE]
         if missing:
             raise ValueError(
                 f"{folder}: missing {', '.join(missing)}, which {INDEX_FILE} lists; fetch it again"

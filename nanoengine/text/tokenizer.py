@@ -307,16 +307,30 @@ def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     names would be encoded as text. `ValueError` where one would get another id than is said."""
     held = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
-    for index in sorted(listed, key=int):
-        fields = {name: value for name, value in listed[index].items() if name != "__type"}
-        if fields["content"] not in held:
-            tokenizer.add_tokens([AddedToken(**fields)])
-            if (found := tokenizer.token_to_id(fields["content"])) != int(index):
+    for index, token in sorted(_added(listed).items()):
+        if token.content not in held:
+            tokenizer.add_tokens([token])
+            if (found := tokenizer.token_to_id(token.content)) != index:
                 raise ValueError(
-                    f"tokenizer_config.json: its added token {fields['content']!r} has the id "
+                    f"tokenizer_config.json: its added token {token.content!r} has the id "
                     f"{index}, but {found} is the next one of tokenizer.json: the two files are "
                     "of different models"
                 )
+
+
+def _added(listed: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The tokens of an `added_tokens_decoder` by their ids."""
+    found, options = {}, ("lstrip", "rstrip", "normalized", "single_word", "special")
+    try:
+        for index, token in listed.items():
+            given = {name: token[name] for name in options if name in token}
+            found[int(index)] = AddedToken(token["content"], **given)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer_config.json: added_tokens_decoder: {error}; it must hold a token by its "
+            f"id, each with a content and perhaps {', '.join(options)}"
+        ) from None
+    return found
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.adapters.lora import CONFIG_FILE, read_adapter
+from nanoengine.adapters.lora import read_adapter
 from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.adapters.lora_config import LoraConfig
 from nanoengine.adapters.lora_engine import LoraEngine
 from nanoengine.config import EngineConfig
+from nanoengine.formats.config_json import ADAPTER_FILE
 from nanoengine.formats.hf import copy_extra_files, load_model, read_state, write_folder
 from nanoengine.formats.matrices import adaptable
 from nanoengine.model.config import ModelConfig
@@ -79,7 +80,7 @@ class TrainableBase:
 
     def weights(self, snapshot: Path | None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a snapshot's folder; None is the base itself."""
-        if snapshot is None or not (snapshot / CONFIG_FILE).is_file():
+        if snapshot is None or not (snapshot / ADAPTER_FILE).is_file():
             yield from read_state(self.folder if snapshot is None else snapshot)
             return
         adapter = read_adapter(snapshot)

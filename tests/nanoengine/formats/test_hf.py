@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,7 @@ def _only_pickle(folder: Path) -> None:
 def _missing_shard(folder: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
 
 
 def _broken_index(folder: Path) -> None:
@@ -469,6 +471,65 @@ def test_attention_that_is_not_causal_is_refused(shape: str, tmp_path: Path) -> 
     assert moved.abs().max() > 1
     with pytest.raises(ValueError, match="is_causal=false: not supported"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("tie_word_embeddings", "false", "true or false"),
+        ("attention_bias", 0, "true or false"),
+        ("mlp_bias", "false", "true or false"),
+        ("rms_norm_eps", "1e-5", "a number"),
+        ("rms_norm_eps", True, "a number"),
+        ("max_position_embeddings", "64", "an integer"),
+        ("max_position_embeddings", 64.0, "an integer"),
+        ("head_dim", 8.0, "an integer"),
+        ("eos_token_id", "2", "an integer, or a list of them"),
+        ("eos_token_id", [2.0], "an integer, or a list of them"),
+        ("bos_token_id", "1", "an integer"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_as_transformers_does(
+    field: str, value: object, rule: str, tmp_path: Path
+) -> None:
+    save_reference("llama-gqa-tied", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {field: value}))
+    with pytest.raises(Exception, match=field):
+        AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}: must be {rule}; mend")):
+        load_model(tmp_path)
+
+
+def test_an_index_whose_shards_are_gone_does_not_hide_the_file_saved_over_them(
+    tmp_path: Path,
+) -> None:
+    reference = save_reference("qwen3-moe", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    shards = {"model.norm.weight": "model-00001-of-00002.safetensors", "x": "model-2.safetensors"}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, reference.lm_head.weight
+    )
+    assert torch.equal(load_model(tmp_path).head, reference.lm_head.weight)
+    (tmp_path / "model-2.safetensors").touch()  # which of the two is meant?
+    with pytest.raises(ValueError, match="missing model-00001-of-00002"):
+        load_model(tmp_path)
+
+
+def test_an_adapter_is_no_model_and_one_beside_a_model_is_spoken_of(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    reference = save_reference("qwen2-window", tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="holds a LoRA adapter, not a model: give"):
+        load_model(tmp_path / "adapter")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "base", dirs_exist_ok=True)
+    with pytest.warns(UserWarning, match=r"adapter_config\.json lies beside.*without the adapter"):
+        ours = load_model(tmp_path / "base")
+    matrix = reference.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(hf_views(ours)["model.layers.0.self_attn.q_proj.weight"], matrix)
 
 
 def test_the_page_about_models_lists_every_family() -> None:

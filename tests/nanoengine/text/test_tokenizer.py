@@ -263,6 +263,26 @@ def test_a_token_that_the_settings_alone_have_is_added(special: bool, tmp_path: 
         ChatTokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"x": {"content": "<a>"}}, "invalid literal for int"),
+        ({"9": {"special": True}}, "'content'"),
+        ({"9": "<a>"}, "string indices"),
+        ({"9": {"content": "<a>", "special": "yes"}}, "'str' object"),
+        (["<a>"], "'list' object"),
+    ],
+    ids=["an id", "no content", "a text", "a type", "a list"],
+)
+def test_added_tokens_that_are_none_are_refused_by_name(
+    listed: object, message: str, tmp_path: Path
+) -> None:
+    config = {"added_tokens_decoder": listed}
+    ChatTokenizer(small_tokenizer(), eos_ids=[2], config=config).save(tmp_path)
+    with pytest.raises(ValueError, match=f"added_tokens_decoder: .*{message}.*must hold a token"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 def test_the_named_tokens_of_an_old_folder_stand_in_a_file_of_their_own(
     is_old: bool, tmp_path: Path
