@@ -46,9 +46,11 @@ SMALLEST = (
     *("--rl.tasks-per-step", "3", "--rl.group-size", "4", "--rl.temperature", "1.0"),
     *("--evaluation.num-tasks", "2", "--evaluation.num-tasks-untrained", "0"),
     *("--evaluation.num-tasks-no-tool", "0", "--evaluation.num-tasks-hidden", "0"),
-    *("--agent.max-turn-tokens", "16", "--agent.max-context-tokens", "1024"),
+    *("--agent.max-turn-tokens", "16", "--agent.max-context-tokens", "704"),
 )
 LOCAL = ("--cluster.backend", "local")
+ADAPTER = "--lora.rank"
+"""Who draws it trains in one process."""
 ASYNCHRONOUS = ("--rl.max-staleness", "--rl.batch.order")
 """Who draws one of these has a run that no second one equals."""
 FEATURES: Mapping[str, Sequence[str]] = {
@@ -226,7 +228,8 @@ class Trial:
             return
         true = bits(self.folder / "run")
         yield from self._differs("resumed", true, self._resumed())
-        yield from self._differs("processes", true, self._train("processes", *LOCAL))
+        if ADAPTER not in self.words:
+            yield from self._differs("processes", true, self._train("processes", *LOCAL))
 
     def _train(self, name: str, *more: str) -> End:
         process = nanorl("train", *self.arguments, *more, "--out", str(self.folder / name))

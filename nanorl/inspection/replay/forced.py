@@ -3,17 +3,28 @@
 With staleness the clock decides which weights sample which token, so such a rollout is not sampled
 again: the stored turns are said once more in the environment, which gives its observations and its
 reward, and each sampled token is scored by the weights that sampled it.
-Left out: whether the same seed gives those tokens again; no single policy does.
+Left out: whether the same seed gives those tokens again; no single policy does. Log-probs of tokens
+that were sampled over keys and values of older weights (`--engine.in-flight keep`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from nanoengine.packing import Sample
 from nanoengine.spans import content_ids
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.context import Generator
 from nanorl.types import Branch, Rollout
+
+_OLD_CACHE = "old_cache_tokens"
+"""The metric of a rollout that counts its tokens over keys and values of older weights."""
+
+
+def has_old_cache(rollout: Rollout) -> bool:
+    """Say whether some of its log-probs are no single policy's."""
+    return rollout.metrics.get(_OLD_CACHE, 0) > 0
 
 
 def versions_of(rollout: Rollout) -> set[int]:
@@ -57,6 +68,29 @@ def samples_of(rollout: Rollout) -> list[Sample]:
         Sample(tokens=one.tokens, loss_mask=one.loss_mask, kept=one.kept or None, images=one.images)
         for one in rollout.sequences
     ]
+
+
+async def sampler_scores(
+    generator: Generator, rollout: Rollout, temperature: float
+) -> list[list[float]]:
+    """Log-probs of all tokens of each sequence up to the last sampled one, by the engine that
+    samples: the trainer does not have its weights where they are quantised."""
+
+    async def scores_of(one: Branch) -> list[float]:
+        last = max((at for at, version in enumerate(one.versions) if version >= 0), default=0)
+        if not last:
+            return []
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=temperature,
+            prompt_logps=True,
+            allowed_token_ids=(one.tokens[last],),  # in place of one prompt token more, for which
+            images=tuple(span for span in one.images if span.end <= last),  # there may be no room
+        )
+        output = await generator.generate(one.tokens[:last], params)
+        return [0.0, *output.prompt_logps, *output.logps]
+
+    return list(await asyncio.gather(*map(scores_of, rollout.sequences)))
 
 
 def with_scores(rollout: Rollout, scores: Mapping[int, Sequence[Sequence[float]]]) -> None:

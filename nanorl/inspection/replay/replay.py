@@ -26,7 +26,14 @@ from nanorl.distributed.roles.inline_roles import InlineRoles
 from nanorl.envs.group_judged import before_judging
 from nanorl.inspection.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.inspection.replay.difference import Difference, first_difference
-from nanorl.inspection.replay.forced import StoredTurns, samples_of, versions_of, with_scores
+from nanorl.inspection.replay.forced import (
+    StoredTurns,
+    has_old_cache,
+    sampler_scores,
+    samples_of,
+    versions_of,
+    with_scores,
+)
 from nanorl.inspection.replay.past_run import UNTRAINED, Chosen, PastRun
 from nanorl.inspection.replay.replay_result import Replayed, ReplayResult
 from nanorl.inspection.replay.tasks import CurrentTasks, changes
@@ -121,6 +128,7 @@ class SegmentReplay:
                 result.rollouts += await self._play_version(roles, version)
             result.notes += weights.damaged
             self._note_changes(result)
+            self._note_old_caches(result)
             return None if is_last else await self._carry(weights, carried)
         finally:
             await roles.close_loop()
@@ -128,8 +136,13 @@ class SegmentReplay:
     def _versions(self, one: Chosen) -> set[int]:
         """Those of the weights that it takes."""
         rollout = self._rollouts[one]
-        is_mixed = one.phase == "rl" and len(versions_of(rollout)) > 1
-        return versions_of(rollout) if is_mixed else {self._run.version(one)}
+        is_scored = self._is_said_again(one) and not has_old_cache(rollout)
+        return versions_of(rollout) if is_scored else {self._run.version(one)}
+
+    def _is_said_again(self, one: Chosen) -> bool:
+        """Whether no single policy samples it."""
+        rollout = self._rollouts[one]
+        return one.phase == "rl" and (len(versions_of(rollout)) > 1 or has_old_cache(rollout))
 
     async def _check(self, weights: PastWeights) -> str:
         """Compare the weights with those of the run; EQUAL, or what is said of them."""
@@ -164,10 +177,13 @@ class SegmentReplay:
 
     async def _score(self, roles: InlineRoles, one: Chosen) -> list[list[float]]:
         """Log-probs of all its tokens by the present weights."""
+        temperature = self._parts.config.rl.temperature
+        if self._parts.config.engine.quantization != "none":
+            return await sampler_scores(roles.generator, self._rollouts[one], temperature)
         score = partial(
             roles.engine.forward_logprobs,
             samples_of(self._rollouts[one]),
-            temperature=self._parts.config.rl.temperature,
+            temperature=temperature,
         )
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(roles.optimizer_thread, score)
@@ -211,7 +227,7 @@ class SegmentReplay:
         """Played as the run did; where the machine fails it, as often as a run would try."""
         config, then = self._parts.config, self._rollouts[one]
         generator: Generator = roles.generator
-        if self._scores[one]:
+        if self._is_said_again(one):
             generator = StoredTurns(then, self._parts.tokenizer.eos_ids)
         for _ in range(config.rl.max_retries + 1):
             rollout = await roles.kit.play(
@@ -245,6 +261,14 @@ class SegmentReplay:
             result.changed |= changed_parts(then, self._manifest)
             if then is None:
                 result.notes = ["the run recorded no manifest: what it ran on is not known"]
+
+    def _note_old_caches(self, result: ReplayResult) -> None:
+        count = sum(has_old_cache(self._rollouts[one]) for one in self._chosen)
+        if count:
+            result.notes.append(
+                f"{count} rollouts went on over keys and values of older weights (--engine."
+                "in-flight keep): their log-probs, which no policy gives, were not compared"
+            )
 
     async def _carry(
         self, weights: PastWeights, carried: tuple[int, Path] | None

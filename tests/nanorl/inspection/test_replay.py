@@ -392,12 +392,15 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     shutil.rmtree(out)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_rollouts_of_several_versions_are_scored_by_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     options = (
         *SMALL,
+        "--engine.quantization",
+        quantization,
         "--rl.max-staleness",
         "2",
         "--rl.steps",
@@ -419,6 +422,24 @@ def test_rollouts_of_several_versions_are_scored_by_each(
     assert main(["replay", str(run), scored[0]["rollout_id"], "--as-json"]) == 1
     (one,) = json.loads(capsys.readouterr().out)["rollouts"]
     assert one["difference"]["kind"] == "logp"
+
+
+def test_log_probs_over_kept_caches_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = "--engine.in-flight keep --rl.max-staleness 2 --rl.steps 8 --agent.max-turn-tokens 64"
+    assert main(["train", *SMALL, *options.split(), "--out", str(run)]) == 0
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        rollouts = [store.get(entry.rollout_id) for entry in store.entries()]
+    num_old = sum(one.metrics.get("old_cache_tokens", 0) > 0 for one in rollouts)
+    assert num_old, "no weights came while a rollout was played"
+    capsys.readouterr()
+    assert main(["replay", str(run), "--phase", "rl", "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 8 * 4
+    (note,) = [note for note in result["notes"] if "older weights" in note]
+    assert note.startswith(f"{num_old} rollouts")
 
 
 @pytest.mark.slow
