@@ -51,6 +51,8 @@ SMALLEST = (
 LOCAL = ("--cluster.backend", "local")
 ADAPTER = "--lora.rank"
 """Who draws it trains in one process."""
+EXPIRED = "stored any more"
+"""What a replay says whose weights came of rollouts that the run was told to let go."""
 ASYNCHRONOUS = ("--rl.max-staleness", "--rl.batch.order")
 """Who draws one of these has a run that no second one equals."""
 FEATURES: Mapping[str, Sequence[str]] = {
@@ -222,7 +224,7 @@ class Trial:
         if any(gaps) and "--engine.quantization" not in self.words:
             yield f"gap {gaps}"
         status, output = end_of(nanorl("replay", str(self.folder / "run")), self.limit_s)
-        if status:
+        if status and EXPIRED not in output:
             yield f"replay {status}: {last_words(output)}"
         if set(ASYNCHRONOUS) & set(self.words):
             return
