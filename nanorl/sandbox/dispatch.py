@@ -154,11 +154,14 @@ class Dispatcher:
         try:
             while not self._is_closing:
                 self._feed()
+                now = (
+                    time.monotonic()
+                )  # before the look at what has come: this thread may stand still
                 for descriptor, _ in self._epoll.poll(self._left_s()):
                     handler = self._handlers.get(descriptor)
                     if handler is not None:
                         handler()
-                self._enforce_deadlines()
+                self._enforce_deadlines(now)
         finally:
             self._is_closing = True
             waiting = [s.execution for s in self._slots if s.execution]
@@ -281,7 +284,7 @@ class Dispatcher:
         elif slot.is_asked:
             self._on_idle_end(slot)
         else:
-            slot.is_asked, slot.deadline = True, now + self.answer_s
+            slot.is_asked, slot.deadline = True, time.monotonic() + self.answer_s
             with contextlib.suppress(OSError):  # a dead one shows up on its control socket
                 slot.worker.control.send(protocol.PING, socket.MSG_DONTWAIT)
 
@@ -367,8 +370,8 @@ class Dispatcher:
         else:
             fail(attempt.execution, SandboxFailure("sandbox workers die while they wait"))
 
-    def _enforce_deadlines(self) -> None:
-        now = time.monotonic()
+    def _enforce_deadlines(self, now: float) -> None:
+        """Act on what was due at `now` and has not come since."""
         for slot in list(self._slots):
             if now >= slot.watch_at:
                 self._watch_output(slot)

@@ -247,11 +247,9 @@ class Server:
             poller.register(talk, select.POLLIN)
         period_s = _watch_period_s(self.watch_bytes) if self.watch_bytes else float("inf")
         while True:
-            start = time.monotonic()
-            if start >= deadline:
-                return FLAG_TIMEOUT, NO_STATUS
-            ready = [fd for fd, _ in poller.poll(min(period_s, deadline - start) * 1000 + 1)]
-            if child in ready:
+            left_s = deadline - time.monotonic()
+            ready = [fd for fd, _ in poller.poll(max(min(period_s, left_s), 0.0) * 1000 + 1)]
+            if child in ready:  # in time, as far as a process that stood still meanwhile can know
                 return 0, None
             if control in ready:
                 packet = self.control.recv(64)
@@ -267,6 +265,8 @@ class Server:
                     return 0, NO_STATUS
                 poller.unregister(talk)  # closed: it ends, or runs into the limit
                 talk = None
+            if left_s <= 0:
+                return FLAG_TIMEOUT, NO_STATUS
             if not ready and self.watch_bytes:
                 start = time.monotonic()
                 if (left := self._memory_left(deadline)) < 0:

@@ -108,7 +108,7 @@ def test_ctrl_c_twice_ends_the_driver_and_its_actors() -> None:
     with program_of(BUSY_DRIVER) as driver:
         assert driver.stdout is not None
         pids = set(map(int, driver.stdout.readline().split()))
-        for pid in [driver.pid, *pids]:  # as a terminal does
+        for pid in [*pids, driver.pid]:  # as a terminal does; the driver ends the others
             os.kill(pid, signal.SIGINT)
         time.sleep(0.1)
         os.kill(driver.pid, signal.SIGINT)
@@ -127,7 +127,7 @@ def test_close_reaps_all_processes_and_closes_all_files() -> None:
             stuck = worker.sleep.remote(1000.0)
         with pytest.raises(WorkerDied, match="ended with its scheduler"):
             stuck.result()
-        assert not any(map(is_running, pids))
+        assert eventually(lambda pids=pids: not any(map(is_running, pids)))  # type: ignore[misc]
         del sched, worker, caller, stuck
         gc.collect()
         counts.append(num_files(os.getpid()))
@@ -157,7 +157,7 @@ def test_death_is_noticed_without_a_heartbeat(sched: Scheduler) -> None:
     began_s = time.monotonic()
     with pytest.raises(WorkerDied, match="Worker was killed by signal 9"):
         sched.get(sleeping, timeout_s=LIMIT_S)
-    assert time.monotonic() - began_s < 5  # 0.01 on a quiet machine
+    assert time.monotonic() - began_s < LIMIT_S / 2  # 0.01 on a quiet machine
     assert sched.get(death) == "Worker was killed by signal 9"
 
 
@@ -242,12 +242,15 @@ def test_a_stopped_fork_server_is_told_to_go_on_and_no_actor_notices(sched: Sche
 def test_a_fork_server_that_hangs_is_replaced(
     sched: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver, "FORK_TICKS", 2)  # ended before it is told to go on
     worker = sched.actor(Worker, max_restarts=1).remote()
     sched.get(worker.add.remote())
     server = the_server()
     os.kill(server, signal.SIGSTOP)
-    other = sched.actor(Worker, max_restarts=1).remote()
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver, "FORK_TICKS", 2)  # ended before it is told to go on
+        other = sched.actor(Worker, max_restarts=1).remote()
+        death = other.add.remote()
+        wait_until(lambda: sched.wait([death], timeout_s=0.01) and sched.num_server_deaths)
     assert asked_again(sched, other.add.remote) == 1
     assert asked_again(sched, worker.add.remote) == 1  # a new life: it was its child
     assert the_server() != server and not is_running(server)

@@ -95,15 +95,15 @@ class _Life:
         number = next(self._numbers)
         self._since[number] = time.monotonic()
         answer = asyncio.ensure_future(self._answer(number, future))
-        try:
-            while not answer.done():
-                left_s = self._since[number] + limit_s - time.monotonic()
-                if left_s <= 0 and number == min(self._since):  # nobody waits behind another
+        is_late = False
+        while not answer.done():
+            left_s = self._since[number] + limit_s - time.monotonic()
+            if left_s <= 0 and number == min(self._since):  # nobody waits behind another
+                if is_late:
                     self.end(f"{what} took longer than {limit_s:g} s", number)
-                await asyncio.wait({answer}, timeout=max(left_s, 0.05))
-            return answer.result()
-        finally:
-            self._turn_ends(number)
+                is_late = True  # or this process stood still, and the answer is about to be read
+            await asyncio.wait({answer}, timeout=max(left_s, 0.05))
+        return answer.result()
 
     async def _answer(self, number: int, future: Future[WorkerReply]) -> WorkerReply:
         try:
@@ -118,6 +118,8 @@ class _Life:
                 error=f"its worker was ended: {self.reason}",
                 is_bystander=number != self.culprit,
             )
+        finally:  # and not when its watch wakes: whoever dies next would find it at work
+            self._turn_ends(number)
 
     def _turn_ends(self, number: int) -> None:
         """Code that blocks runs call after call: the clocks of those behind start now."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import json
 import mmap
 import os
@@ -61,6 +62,7 @@ _CHANGES = 0  # beside worker_frames.OUT and worker_frames.ERR
 _MOST_CHANGE_BYTES = 2 << 20
 _PIECE_BYTES = worker_frames.MOST_BYTES // 2
 _LAST_CHANGES_S = 2.0  # for what is still in the pipe when the program has ended
+_LAST_LOOKS = 64  # more than a full pipe takes
 _SPARE_BYTES = 96 << 20  # of the interpreter itself, before the program's first object
 _SCRIPT = "<program>"
 _PROGRAMS = (protocol.PROGRAM, protocol.PYTHON, protocol.CALL)
@@ -223,12 +225,20 @@ class WasmServer(GuestServer):
                 used = os.wait4(pid, 0)[2]
                 self._cpu_s += used.ru_utime + used.ru_stime
                 self._maxrss = max(self._maxrss, used.ru_maxrss)
-        job.deadline = time.monotonic() + _LAST_CHANGES_S
-        self._pump(job)
-        while self._changes is not None and time.monotonic() < job.deadline:
-            self._pump(job)
-        self._changes = None  # `job` closes the descriptor
+        self._take_the_rest(job)
         return None
+
+    def _take_the_rest(self, job: Job) -> None:
+        """Read what is still in the pipes of a program that has ended. It looks so often in any
+        case: this process may stand still, and what a session's program wrote would be lost."""
+        deadline = time.monotonic() + _LAST_CHANGES_S
+        for num_looks in itertools.count(1):
+            job.deadline = time.monotonic() + _LAST_CHANGES_S
+            self._pump(job)
+            is_late = num_looks >= _LAST_LOOKS and time.monotonic() >= deadline
+            if self._changes is None or is_late:
+                break
+        self._changes = None  # `job` closes the descriptor
 
     def _become_program(self, job: Job, streams: list[int], tree: FileTree, folder: str) -> None:
         """In the fork: streams, files, and nothing else any more."""

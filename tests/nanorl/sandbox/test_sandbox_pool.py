@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,8 @@ from nanorl.sandbox.dispatch import State
 from nanorl.sandbox.host_machine import find_bwrap
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.outcome import Outcome
+from nanorl.sandbox.protocol import FLAG_TIMEOUT, NO_STATUS
+from nanorl.sandbox.worker import Server
 
 pytestmark = pytest.mark.sandbox
 SPEC = SandboxSpec(timeout_s=5.0)
@@ -269,6 +273,47 @@ def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(dispatch.Dispatcher, "backstop_s", limit)
         assert pool.run_sync("print(1)", timeout_s=20).stdout == b"1\n"
         assert pool._dispatcher._slots[0].worker is not first
+
+
+def test_a_dispatcher_that_stood_still_takes_no_worker_for_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks at something else, and then at the clock; the result has come meanwhile."""
+    wake, begin, stood = dispatch.Dispatcher._on_wake, dispatch.Dispatcher._begin, list[bool]()
+
+    def stand_still(dispatcher: dispatch.Dispatcher) -> None:
+        wake(dispatcher)
+        slot = dispatcher._slots[0]
+        if slot.state is State.BUSY and slot.worker is not None:
+            assert select.select([slot.worker.control], [], [], LIMIT_S)[0]
+            slot.deadline = time.monotonic()
+            stood.append(True)
+
+    def begin_and_wake(dispatcher: dispatch.Dispatcher, *arguments: Any) -> None:
+        begin(dispatcher, *arguments)
+        dispatcher._poke()
+
+    with SandboxPool(SPEC) as pool:
+        first = pool._dispatcher._slots[0].worker
+        monkeypatch.setattr(dispatch.Dispatcher, "_on_wake", stand_still)
+        monkeypatch.setattr(dispatch.Dispatcher, "_begin", begin_and_wake)
+        pool._dispatcher._handlers[pool._dispatcher._wake] = pool._dispatcher._on_wake
+        while not stood:  # its result may have been as fast as the other thing
+            assert pool.run_sync("import time; time.sleep(0.1); print(1)").stdout == b"1\n"
+        assert pool._dispatcher._slots[0].worker is first
+
+
+def test_a_program_that_ended_before_its_server_looked_at_the_clock_was_in_time() -> None:
+    server: Any = Server.__new__(Server)
+    ended, says = os.pipe()
+    server.control, host = socket.socketpair()
+    server.child, server.watch_bytes = SimpleNamespace(end=ended), 0
+    with server.control, host:
+        late = time.monotonic() - 5.0
+        assert server._wait(bytes(16), late) == (FLAG_TIMEOUT, NO_STATUS)
+        os.close(says)
+        assert server._wait(bytes(16), late) == (0, None)
+    os.close(ended)
 
 
 def test_the_result_of_another_run_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
