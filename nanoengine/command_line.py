@@ -27,6 +27,11 @@ WRONG = 2
 STOPPED = 130
 READER_LEFT = 141
 _STDOUT = 1
+_NO_HOME = "Could not determine home directory."  # pathlib's, of `~` and `~NAME`; it has no class
+_HOME_WANTED = (
+    "a path begins with ~, and there is no home folder that it stands for: write the path in full, "
+    "or set HOME to a folder that you may write to"
+)
 WIDE = "4096"  # columns: a box as wide as this breaks no line
 _MOST_FLAGS = 3
 _FRAME = " │|╭╮╰╯─-+"
@@ -65,6 +70,8 @@ def run_command(
             return READER_LEFT
         return _say(error)
     except RuntimeError as error:
+        if str(error) == _NO_HOME:
+            return _say(ValueError(_HOME_WANTED))
         if not isinstance(error, mendable()):
             raise
         return _say(error)

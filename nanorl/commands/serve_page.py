@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nanoengine.text.chat_template import Message
 from nanoinfer.server.page import PageAbout, PageTool
-from nanorl.observability.store import RolloutStore
+from nanorl.observability.store import open_for_reading
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.run_parsers import find_parsers
 from nanorl.options.run_kind import run_tokenizer
@@ -50,7 +50,7 @@ def _trajectories(saved: SavedModels, folder: Path) -> list[Trajectory]:
         return []
     tokenizer = run_tokenizer(saved.run, folder)
     reader = TrajectoryReader(tokenizer, find_parsers(saved.run, tokenizer, lambda _: None))
-    with RolloutStore(file) as store:
+    with open_for_reading(file) as store:
         entries, _ = store.page(order="best", limit=LOOKED_AT)
         # First those whose question stands alone: here there are no files to look into.
         entries.sort(key=lambda one: bool(getattr(store.task(one.task_id), "files", None)))

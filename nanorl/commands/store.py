@@ -19,7 +19,7 @@ import tyro
 
 from nanorl.bounds import COUNT, POSITIVE, check_record
 from nanorl.commands.terminal import printable
-from nanorl.observability.store import Entry, Filter, RolloutStore
+from nanorl.observability.store import Entry, Filter, RolloutStore, open_for_reading
 from nanorl.observability.store.stats import StoreStats
 from nanorl.options.store_address import training_store
 
@@ -48,11 +48,18 @@ class StoreOptions:
     def __post_init__(self) -> None:
         check_record(self, "", expire_steps=COUNT, expire_days=POSITIVE, expire_mb=COUNT)
 
+    @property
+    def expires(self) -> bool:
+        limits = (self.expire_steps, self.expire_days, self.expire_mb)
+        return any(limit is not None for limit in limits)
+
 
 def store(options: Annotated[StoreOptions, tyro.conf.arg(name="")]) -> None:
     """Say what rollouts a run has kept, list some, or drop some."""
     where = Filter.parse(options.where)
-    with RolloutStore(find_store(options.run)) as opened:
+    address = find_store(options.run)
+    is_changed = options.expires or options.vacuum  # to look, one need not be the owner
+    with RolloutStore(address) if is_changed else open_for_reading(address) as opened:
         _drop(opened, options)
         if options.where:
             num = opened.count(where)
@@ -80,8 +87,7 @@ def find_store(run: Path) -> str:
 
 def _drop(opened: RolloutStore, options: StoreOptions) -> None:
     mebibytes = options.expire_mb
-    limits = (options.expire_steps, options.expire_days, mebibytes)
-    if any(limit is not None for limit in limits):
+    if options.expires:
         num = opened.expire(
             options.expire_steps,
             days=options.expire_days,

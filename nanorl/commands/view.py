@@ -26,7 +26,7 @@ from rich.text import Text
 from nanoengine.extras import missing
 from nanorl.commands.terminal import labelled, page
 from nanorl.observability.report.transcript import verdict
-from nanorl.observability.store import Entry, RolloutStore
+from nanorl.observability.store import Entry, RolloutStore, open_for_reading
 from nanorl.options.store_address import training_store
 from nanorl.shown_pictures import items
 from nanorl.types import Branch, Rollout, Status
@@ -127,7 +127,7 @@ def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
     [run] = runs
     decode = _decoder(run)
     is_run = (run / "config.json").is_file()  # not a folder of nanorl eval
-    with RolloutStore(training_store(run, read_run(run).store if is_run else "")) as store:
+    with open_for_reading(training_store(run, read_run(run).store if is_run else "")) as store:
         entries = [
             entry
             for entry in store.entries(step=options.step)

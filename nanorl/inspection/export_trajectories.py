@@ -23,7 +23,7 @@ import tyro
 from nanoengine.extras import missing
 from nanorl.bounds import check_number
 from nanorl.observability.results import PHASES
-from nanorl.observability.store import Entry, Filter, RolloutStore
+from nanorl.observability.store import Entry, Filter, RolloutStore, open_for_reading
 from nanorl.observability.trajectories.atif import write_atif
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.jsonl import write_jsonl
@@ -119,7 +119,7 @@ def export_rollouts(options: ExportOptions, *, say: Callable[[str], None] = prin
     address = _address(options, config)
     _require_packages(options)
     tokenizer = read_tokenizer(options.run)
-    with RolloutStore(address) as store:
+    with open_for_reading(address) as store:
         found = store.entries(step=options.step, where=where)
         entries = [one for one in found if options.is_chosen(one)]
         if not entries:

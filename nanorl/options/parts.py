@@ -196,9 +196,8 @@ def num_threads(config: RunConfig) -> int:
 
 def model_folder(config: RunConfig) -> Path:
     """The Hugging Face folder of the run's model; builds or downloads the preset's if needed."""
-    cache = config.cache_dir.expanduser()
     if config.model is not None:
-        folder = resolve_model(config.model, cache)
+        folder = resolve_model(config.model, config.cache_dir)
         if (folder / "model-trained").is_dir():
             raise ValueError(
                 f"--model {config.model}: is a run's folder; its model is {folder}/model-trained"
@@ -209,7 +208,7 @@ def model_folder(config: RunConfig) -> Path:
         if not (config.resume or config.fork):
             resolve_name(build)(folder, config.seed)
         return folder
-    return resolve_model(SMOLLM2.name, cache)
+    return resolve_model(SMOLLM2.name, config.cache_dir)
 
 
 def check_sight(config: RunConfig, shape: ModelConfig, tasks: Sequence[Task]) -> None:

@@ -90,14 +90,14 @@ def remember(options: Options) -> list[str]:
     if not new:
         return []
     digests = [_digest(*one) for one in _named(options)]
-    file = _file()
     try:
+        file = _file()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # At the end, in one piece: several runs may begin at once.
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as opened:
             opened.write("".join(f"{one}\n" for one in digests))
-    except OSError:
+    except (OSError, RuntimeError):
         return []
     return new
 
@@ -192,10 +192,11 @@ def _flags(part: str, values: Sequence[Any]) -> str:
 def _known() -> set[str]:
     try:
         return set(_file().read_text(encoding="ascii").split())
-    except (OSError, UnicodeError):
+    except (OSError, UnicodeError, RuntimeError):
         return set()
 
 
 def _file() -> Path:
+    """RuntimeError for a user without a home."""
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(home).expanduser() / "nanorl" / "named"

@@ -74,6 +74,12 @@ def test_errors_that_a_user_can_mend_end_with_one_line(capsys: pytest.CaptureFix
     assert run_command(lambda: 1) == 1
 
 
+def test_a_path_in_the_home_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: int(bool(Path("~no_such_user_here/x").expanduser()))) == WRONG
+    said = capsys.readouterr().err
+    assert said.startswith("error: a path begins with ~") and "set HOME" in said
+
+
 @pytest.mark.parametrize("words", ["--help", "train --help", "tran"])
 def test_a_reader_that_leaves_is_no_error(words: str) -> None:
     reading, writing = os.pipe()

@@ -7,6 +7,7 @@ What could end the process that looks (PyTorch, the kernels, a sandbox) is looke
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,7 @@ def examine_machine(say: Callable[[str], None]) -> Examination:
         python_section(),
         processor_section(),
         memory_section(),
-        disk_section([("this_folder", Path.cwd()), ("cache", CACHE.expanduser())]),
+        disk_section([("this_folder", Path.cwd()), ("cache", CACHE)]),
         gpu_section(),
     ]
     say("looking at PyTorch and the C++ kernels (the first time they are compiled) ...")
@@ -195,5 +196,5 @@ def sandbox_section(answers: Mapping[str, Mapping[str, Any]]) -> Section:
 
 def _without_home(text: str) -> str:
     """An examination is pasted into reports of faults: it need not say who asks."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")  # itself for a user without a home
     return text.replace(home, "~") if len(home) > 1 else text

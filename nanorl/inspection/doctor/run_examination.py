@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanorl.inspection.viewer.stored import open_for_reading
 from nanorl.observability.alarms.finding import Finding
 from nanorl.observability.diagnosis.diagnosis import diagnose
 from nanorl.observability.diagnosis.run_record import RunRecord, read_record
 from nanorl.observability.report.metrics import read_metrics
+from nanorl.observability.store import open_for_reading
 from nanorl.options.store_address import EVALUATIONS_FILE, RL_EVALUATIONS_FILE, training_store
 from nanorl.run.missing_records import METRICS
 from nanorl.run.saved_models import read_run, read_tokenizer

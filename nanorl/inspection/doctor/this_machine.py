@@ -88,16 +88,30 @@ def disk_section(folders: Sequence[tuple[str, Path]]) -> Section:
     findings = []
     for name, folder in folders:
         try:
-            place = next(one for one in (folder, *folder.parents) if one.exists())
+            whole = folder.expanduser()
+            place = next(one for one in (whole, *whole.parents) if one.exists())
             facts[f"free_in_{name}_bytes"] = free = shutil.disk_usage(place).free
         except OSError as error:
             findings.append(_unreadable(folder, error))
+            continue
+        except RuntimeError:
+            findings.append(_homeless(folder))
             continue
         if not os.access(place, os.W_OK):
             findings.append(_unwritable(name, folder))
         elif free < LEAST_DISK_BYTES:
             findings.append(_full(name, folder, free))
     return Section(title="disk", facts=facts, findings=tuple(findings))
+
+
+def _homeless(folder: Path) -> Finding:
+    return Finding(
+        name="no_home",
+        severity=Severity.WARNING,
+        seen=f"{folder} is nowhere: this user has no home folder",
+        why="models and compiled kernels are kept there; every process compiles its own",
+        remedy="set HOME to a folder that you may write to",
+    )
 
 
 def _unreadable(folder: Path, error: OSError) -> Finding:

@@ -17,7 +17,13 @@ from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.results import PHASES
-from nanorl.observability.store import Entry, RolloutStore, content_hash
+from nanorl.observability.store import (
+    Entry,
+    RolloutStore,
+    StoreError,
+    content_hash,
+    open_for_reading,
+)
 from nanorl.options.run_config import RunConfig
 from nanorl.options.store_address import EVALUATIONS_FILE, training_store
 from nanorl.options.trust import require
@@ -67,9 +73,9 @@ class PastRun:
         training = training_store(folder, config.store)
         self.folder = folder
         self._history = RunHistory(folder).read()
-        self._stores = [RolloutStore(training)]
+        self._stores = [_open(training)]
         if (folder / EVALUATIONS_FILE).is_file():
-            self._stores.append(RolloutStore(folder / EVALUATIONS_FILE))
+            self._stores.append(_open(folder / EVALUATIONS_FILE))
 
     def close(self) -> None:
         for store in self._stores:
@@ -248,6 +254,15 @@ def _place(event: dict[str, Any]) -> Place:
         return number, event["step"] if number == RL else 0
     more = event["changes"].get("rl.steps", (0, 0))[1] > event["step"]
     return (RL, event["step"]) if more else (min(number, PHASES.index("after")), 0)
+
+
+def _open(address: str | Path) -> RolloutStore:
+    """Open a store as its writer does: the run may be resumed while it is replayed. For reading
+    alone where it belongs to somebody else, or lies on a read-only disk."""
+    try:
+        return RolloutStore(address)
+    except StoreError:
+        return open_for_reading(address)
 
 
 def _numbers(rollout_id: str) -> list[int]:

@@ -140,7 +140,7 @@ class SegmentReplay:
         return versions_of(rollout) if is_scored else {self._run.version(one)}
 
     def _is_said_again(self, one: Chosen) -> bool:
-        """Whether no single policy samples it."""
+        """Say whether no single policy samples it."""
         rollout = self._rollouts[one]
         return one.phase == "rl" and (len(versions_of(rollout)) > 1 or has_old_cache(rollout))
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from nanoengine.state.run_folder import LOCK
 from nanoengine.text.tokenizer import ChatTokenizer
-from nanorl.inspection.viewer.stored import Selection, open_for_reading
+from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.results import PHASES
-from nanorl.observability.store import RolloutStore, StoreError
+from nanorl.observability.store import RolloutStore, StoreError, open_for_reading
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.run_parsers import find_parsers
 from nanorl.options.run_config import RunConfig

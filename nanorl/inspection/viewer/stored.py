@@ -1,4 +1,4 @@
-"""Which rollouts a page shows (`Selection`), and a store that is opened for looking alone.
+"""Which rollouts a page shows (`Selection`).
 
     with open_for_reading("runs/tiny-seed0/rollouts.sqlite") as store:
         chosen = Selection(outcome="wrong", order="longest", limit=100)
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
-from nanorl.observability.store import Entry, Filter, OldSchemaError, RolloutStore
+from nanorl.observability.store import Entry, Filter
 from nanorl.observability.store.filter import Condition
 from nanorl.observability.store.listing import NEWEST, ORDERS
 from nanorl.types import Status
@@ -73,19 +72,6 @@ class Selection:
         if self.task:
             chosen &= Filter((Condition("task", "~", (self.task,)),))
         return chosen
-
-
-def open_for_reading(address: str | Path) -> RolloutStore:
-    """The store. One that an earlier version of this program wrote is brought to today's tables
-    first. StoreError where it is not there, or damaged, or would have to be brought to today's
-    tables and is a link: what it leads to may be no store at all."""
-    try:
-        return RolloutStore(address, is_read_only=True)
-    except OldSchemaError:
-        if Path(address).is_symlink():
-            raise
-        RolloutStore(address).close()
-        return RolloutStore(address, is_read_only=True)
 
 
 def outcome_of(entry: Entry) -> str:

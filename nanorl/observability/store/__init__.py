@@ -4,6 +4,14 @@ turn: SQLite by default, PostgreSQL where many runs share a database. See docs/s
 from nanorl.observability.store.database import OldSchemaError, StoreError
 from nanorl.observability.store.filter import Filter
 from nanorl.observability.store.rows import Entry, content_hash
-from nanorl.observability.store.store import RolloutStore
+from nanorl.observability.store.store import RolloutStore, open_for_reading
 
-__all__ = ["Entry", "Filter", "OldSchemaError", "RolloutStore", "StoreError", "content_hash"]
+__all__ = [
+    "Entry",
+    "Filter",
+    "OldSchemaError",
+    "RolloutStore",
+    "StoreError",
+    "content_hash",
+    "open_for_reading",
+]

@@ -504,6 +504,19 @@ class RolloutStore:
             ) from error
 
 
+def open_for_reading(address: str | Path) -> RolloutStore:
+    """The store. One that an earlier version of this program wrote is brought to today's tables
+    first. StoreError where it is not there, or damaged, or would have to be brought to today's
+    tables and is a link: what it leads to may be no store at all."""
+    try:
+        return RolloutStore(address, is_read_only=True)
+    except OldSchemaError:
+        if Path(address).is_symlink():
+            raise
+        RolloutStore(address).close()
+        return RolloutStore(address, is_read_only=True)
+
+
 def _open(where: StoreAddress, lock_timeout_s: float, *, is_read_only: bool) -> Database:
     if where.path is not None:
         return SqliteDatabase(where.path, lock_timeout_s=lock_timeout_s, is_read_only=is_read_only)

@@ -244,6 +244,11 @@ def test_a_disk_that_is_full_or_not_ours_is_found(
     assert locked.severity is Severity.ERROR and "--out" in locked.remedy
 
 
+def test_a_user_without_a_home_is_told_what_it_costs() -> None:
+    [homeless] = disk_section([("cache", Path("~no_such_user_here/.cache/nanorl"))]).findings
+    assert homeless.severity is Severity.WARNING and "HOME" in homeless.remedy
+
+
 def test_an_old_python_and_a_command_of_another_environment_are_found(tmp_path: Path) -> None:
     assert python_finding((3, 11)) is None
     found = python_finding((3, 10))

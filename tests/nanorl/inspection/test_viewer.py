@@ -31,10 +31,9 @@ from viewer_runs import (
 from nanorl import cli
 from nanorl.inspection.viewer.documents import MOST_CHARS
 from nanorl.inspection.viewer.runs import find_runs
-from nanorl.inspection.viewer.stored import open_for_reading
 from nanorl.inspection.viewer.viewer_server import MOST_CONNECTIONS, ViewerServer
 from nanorl.observability.report.evaluation import Evaluation
-from nanorl.observability.store import RolloutStore, StoreError
+from nanorl.observability.store import RolloutStore, StoreError, open_for_reading
 from nanorl.types import Branch
 
 LOCAL = "http://127.0.0.1"

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from nanorl.inspection.viewer.stored import open_for_reading
-from nanorl.observability.store import RolloutStore, StoreError
+from nanorl.observability.store import RolloutStore, StoreError, open_for_reading
 from nanorl.observability.store.blobs import BlobFolder
 from nanorl.observability.store.rows import NUM_LENGTH_BYTES
 from nanorl.types import Rollout, TokenStats

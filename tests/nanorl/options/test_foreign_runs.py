@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from viewer_runs import small_run
 
 from nanorl import cli
 from nanorl.inspection.viewer.runs import find_runs
+from nanorl.options.parts import model_folder
 from nanorl.options.presets import tiny
 from nanorl.options.trust import remember, unknown
 
@@ -204,3 +206,16 @@ def test_a_config_of_anything_is_one_error(
         assert cli.main(words) == 2
         error = capsys.readouterr().err
         assert "config.json" in error and error.count("\n") == 1 and len(error) < 600
+
+
+def test_without_a_home_nothing_is_remembered(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number: HOME is not set, and no user has that number."""
+    monkeypatch.setenv("XDG_STATE_HOME", "~no_such_user_here/state")
+    named = tiny().to_json() | {"env": str(evil)}
+    assert unknown(tiny().to_json()) == [] and unknown(named) == [f"--env {evil}"]
+    assert remember(named) == [] and unknown(named) == [f"--env {evil}"]
+
+
+def test_a_model_that_is_made_on_the_spot_needs_no_home(tmp_path: Path) -> None:
+    config = replace(tiny(), out=tmp_path / "run", cache_dir=Path("~no_such_user_here/cache"))
+    assert (model_folder(config) / "config.json").is_file()
