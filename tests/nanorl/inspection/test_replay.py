@@ -392,6 +392,21 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     shutil.rmtree(out)
 
 
+def test_steps_of_an_averaged_teacher_are_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From RL's first checkpoint, which has no average yet, and from one that has."""
+    run = tmp_path / "run"
+    options = """--algorithm sdft --rl.algorithm.hindsight-teacher average --rl.steps 4
+        --save-every 2 --keep-checkpoints 3"""
+    assert main(["train", *SMALL, *options.split(), "--out", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2 + 4 * 4 + 2 + 1
+    assert result["weights"] == {str(version): "equal" for version in range(5)}
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_rollouts_of_several_versions_are_scored_by_each(
     quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
