@@ -264,7 +264,8 @@ class PastEvaluation(PastRun):
         about = Evaluation.read(folder / "eval.json").about
         require(about["options"], folder)
         config = RunConfig.from_json(about["options"])
-        super().__init__(folder, replace(config, out=folder, resume=True))
+        # The options may be a run's: its store has what it trained on, and nothing of this folder.
+        super().__init__(folder, replace(config, out=folder, resume=True, store=""))
         self._temperature = about["temperature"]
 
     @cached_property

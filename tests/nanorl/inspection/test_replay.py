@@ -392,6 +392,21 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     shutil.rmtree(out)
 
 
+def test_an_evaluation_is_replayed_from_its_own_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not from the one that its run's rollouts of RL are kept in."""
+    run, out = tmp_path / "run", tmp_path / "evaluation"
+    store = ("--store", str(tmp_path / "elsewhere.sqlite"))
+    assert main(["train", *SMALL, *store, "--out", str(run)]) == 0
+    assert main(["eval", str(run), "--num-tasks", "2", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2
+    assert main(["replay", str(run), "--from-step", "0", "--as-json"]) == 0
+
+
 def test_steps_of_an_averaged_teacher_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
