@@ -7,6 +7,7 @@ of a phase (cursor.py) and, in RL, a step. History.jsonl says from which place o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from nanorl.run.heldout_success import GREEDY
 from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
 from nanorl.run.parse import with_options
-from nanorl.run.saved_models import named_options, read_run
+from nanorl.run.saved_models import find_models, named_options, read_run
 from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout, Status, TokenStats
 
@@ -261,12 +262,23 @@ class PastEvaluation(PastRun):
 
     def __init__(self, folder: Path) -> None:
         """ValueError if it has not come to its end."""
-        about = Evaluation.read(folder / "eval.json").about
+        found = Evaluation.read(folder / "eval.json")
+        about = found.about
         require(about["options"], folder)
         config = RunConfig.from_json(about["options"])
         # The options may be a run's: its store has what it trained on, and nothing of this folder.
         super().__init__(folder, replace(config, out=folder, resume=True, store=""))
         self._temperature = about["temperature"]
+        self._scratch = ExitStack()
+        if not Path(
+            str(config.model)
+        ).exists():  # a checkpoint's, written for that evaluation alone
+            model = self._scratch.enter_context(find_models(found.title).folder())
+            self.config = replace(self.config, model=str(model))
+
+    def close(self) -> None:
+        super().close()
+        self._scratch.close()
 
     @cached_property
     def entries(self) -> list[Chosen]:

@@ -24,6 +24,7 @@ from forked_runs import SMALL, RunProcess, Slow
 from safetensors.torch import load_file, save_file
 
 from nanorl.cli import main
+from nanorl.inspection.viewer.runs import find_runs
 from nanorl.observability.store import RolloutStore
 from nanorl.observability.store.rows import Filed, to_rows
 
@@ -390,6 +391,25 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     one = first(json.loads(capsys.readouterr().out))
     assert one["difference"]["kind"] in ("logp", "token") and causes(one) == ["model"]
     shutil.rmtree(out)
+
+
+def test_an_evaluation_of_a_checkpoint_is_replayed_by_that_checkpoint(
+    probed: Probed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model's folder is gone as soon as the evaluation is over."""
+    out = tmp_path / "evaluation"
+    words = ["eval", f"{probed.run}:before", "--num-tasks", "2", "--out", str(out)]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2
+    assert result["changed"] == {}
+    (viewed,) = find_runs([out]).values()
+    with viewed.open("evaluation") as store:
+        rollout = store.get("eval-model-0")
+    (shown,) = find_runs([probed.run]).values()
+    assert viewed.decode(rollout.tokens) == shown.decode(rollout.tokens)
 
 
 def test_an_evaluation_is_replayed_from_its_own_store(
