@@ -19,6 +19,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.results import PHASES
 from nanorl.observability.store import Entry, RolloutStore, content_hash
+from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.options.store_address import EVALUATIONS_FILE, training_store
 from nanorl.options.trust import require
@@ -142,7 +143,8 @@ class PastRun:
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group_id, []).append(rollout)
-        return list(groups.values())
+        rl = self.segments[self.segment((RL, step))].config.rl
+        return [group for group in groups.values() if not _is_left_out(group, step, rl)]
 
     def trained(self, rollout_id: str) -> Rollout:
         """A rollout of RL; KeyError where it is not stored."""
@@ -234,6 +236,18 @@ class PastRun:
             if f"start/{number}" in facts
         ]
         return next((one for begin, one in reversed(starts) if begin <= place), None)
+
+
+def _is_left_out(group: Sequence[Rollout], step: int, rl: RLConfig) -> bool:
+    """Say whether the batch of the step was made without a group that was played for it, as
+    flow/assembly.py sorts them. Those without a signal the learner leaves out itself."""
+    oldest = min((one.version for one in group if one.version >= 0), default=-1)
+    remedy = "train"
+    if len(group) < rl.group_size:
+        remedy = rl.batch.spoilt
+    elif 0 <= oldest < step - rl.max_staleness:
+        remedy = rl.batch.stale
+    return remedy in ("drop", "replace")
 
 
 def _is_layout(option: str) -> bool:

@@ -427,6 +427,31 @@ def test_an_evaluation_is_replayed_from_its_own_store(
     assert main(["replay", str(run), "--from-step", "0", "--as-json"]) == 0
 
 
+BREAKS = """
+import zlib
+def score(text, task):
+    if zlib.crc32(text.encode()) % 5 == 0:
+        raise RuntimeError("broken")
+    return zlib.crc32(text.encode()) % 8 / 7
+"""
+
+
+def test_groups_that_a_step_was_made_without_are_left_out_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, reward = tmp_path / "run", tmp_path / "breaks.py"
+    reward.write_text(BREAKS)
+    options = f"--reward {reward} --rl.max-retries 0 --rl.batch.spoilt replace"
+    assert main(["train", *SMALL, *options.split(), "--out", str(run)]) == 0
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert sum(row["groups_spoilt"] for row in rows) > 0
+    capsys.readouterr()
+    assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"]
+    assert result["weights"] == {str(version): "equal" for version in range(4)}
+
+
 def test_steps_of_an_averaged_teacher_are_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
