@@ -17,6 +17,7 @@ from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.results import PHASES
 from nanorl.observability.store import Entry, RolloutStore, content_hash
 from nanorl.options.phase_config import RLConfig
@@ -27,6 +28,7 @@ from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.heldout_success import GREEDY
 from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
+from nanorl.run.missing_records import METRICS
 from nanorl.run.parse import with_options
 from nanorl.run.saved_models import find_models, named_options, read_run
 from nanorl.task import Task, derive_seed
@@ -132,12 +134,13 @@ class PastRun:
 
     def groups(self, step: int) -> list[list[Rollout]]:
         """The groups of rollouts that the optimizer step was made of, in its order. ValueError if
-        none of them is stored."""
+        one of them is not stored."""
         rollouts = [one for one in self._stores[0].query(step=step) if one.status != Status.FAILED]
-        if not rollouts:
+        if len(rollouts) < self._num_played.get(step, 1):
+            what = "not all" if rollouts else "not"
             raise ValueError(
-                f"{self.folder}: the rollouts of step {step} are not stored any more "
-                "(--keep-rollout-steps), so the weights after it cannot be made again"
+                f"{self.folder}: the rollouts of step {step} are {what} stored any more "
+                "(--keep-rollout-steps, -days, -mb), so the weights after it cannot be made again"
             )
         rollouts.sort(key=lambda one: _numbers(one.rollout_id))
         groups: dict[str, list[Rollout]] = {}
@@ -145,6 +148,12 @@ class PastRun:
             groups.setdefault(rollout.group_id, []).append(rollout)
         rl = self.segments[self.segment((RL, step))].config.rl
         return [group for group in groups.values() if not _is_left_out(group, step, rl)]
+
+    @cached_property
+    def _num_played(self) -> dict[int, int]:
+        """How many rollouts the steps had that metrics.jsonl has."""
+        rows = read_metrics(self.folder / METRICS)
+        return {row["step"]: int(row["num_rollouts"]) for row in rows if "num_rollouts" in row}
 
     def trained(self, rollout_id: str) -> Rollout:
         """A rollout of RL; KeyError where it is not stored."""

@@ -373,6 +373,23 @@ def test_a_run_that_was_killed_and_resumed_with_other_options_replays(
     assert main(["replay", str(run), "--from-step", "3"]) == 0
 
 
+def test_weights_are_not_made_again_of_a_part_of_a_step(
+    probed: Probed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rest was let go (--keep-rollout-mb), the least valuable first."""
+    with RolloutStore(probed.run / "rollouts.sqlite") as store:
+        used = store.stats().used_bytes
+        while len(store) == 3 * 4:
+            used -= 1024
+            store.expire(max_bytes=used)
+        lost = [step for step in range(3) if len(store.entries(step=step)) < 4]
+    assert 0 < len(lost) < 3
+    for step in lost:
+        words = ["replay", str(probed.run), "--from-step", str(step + 1)]
+        assert main(words) == 2
+        assert f"step {step} are not all stored any more" in capsys.readouterr().err
+
+
 def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     probed: Probed, capsys: pytest.CaptureFixture[str]
 ) -> None:
