@@ -368,6 +368,11 @@ def check_fork(config: RunConfig) -> None:
         raise ValueError(
             f"--out {config.run_dir}: is the run that --fork begins in; name another folder"
         )
+    if config.store and config.store == origin.config.store:
+        raise ValueError(
+            f"--fork {config.fork}: --store {config.store} has the rollouts of that run; name "
+            "another file, or another run=NAME"
+        )
     changed = differences(origin.config, config)
     refused = {name: rule for name in changed if (rule := _kept(name, origin.cursor, is_fork=True))}
     _refuse("--fork", refused, changed, origin.run)

@@ -154,9 +154,7 @@ class Dispatcher:
         try:
             while not self._is_closing:
                 self._feed()
-                now = (
-                    time.monotonic()
-                )  # before the look at what has come: this thread may stand still
+                now = time.monotonic()  # before it looks at what has come: it may stand still
                 for descriptor, _ in self._epoll.poll(self._left_s()):
                     handler = self._handlers.get(descriptor)
                     if handler is not None:

@@ -7,6 +7,7 @@ of a phase (cursor.py) and, in RL, a step. History.jsonl says from which place o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.state.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.observability.report.evaluation import Evaluation
+from nanorl.observability.report.metrics import read_metrics
 from nanorl.observability.results import PHASES
 from nanorl.observability.store import (
     Entry,
@@ -24,6 +26,7 @@ from nanorl.observability.store import (
     content_hash,
     open_for_reading,
 )
+from nanorl.options.phase_config import RLConfig
 from nanorl.options.run_config import RunConfig
 from nanorl.options.store_address import EVALUATIONS_FILE, training_store
 from nanorl.options.trust import require
@@ -31,8 +34,9 @@ from nanorl.run.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.run.heldout_success import GREEDY
 from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
+from nanorl.run.missing_records import METRICS
 from nanorl.run.parse import with_options
-from nanorl.run.saved_models import named_options, read_run
+from nanorl.run.saved_models import find_models, named_options, read_run
 from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout, Status, TokenStats
 
@@ -136,18 +140,26 @@ class PastRun:
 
     def groups(self, step: int) -> list[list[Rollout]]:
         """The groups of rollouts that the optimizer step was made of, in its order. ValueError if
-        none of them is stored."""
+        one of them is not stored."""
         rollouts = [one for one in self._stores[0].query(step=step) if one.status != Status.FAILED]
-        if not rollouts:
+        if len(rollouts) < self._num_played.get(step, 1):
+            what = "not all" if rollouts else "not"
             raise ValueError(
-                f"{self.folder}: the rollouts of step {step} are not stored any more "
-                "(--keep-rollout-steps), so the weights after it cannot be made again"
+                f"{self.folder}: the rollouts of step {step} are {what} stored any more "
+                "(--keep-rollout-steps, -days, -mb), so the weights after it cannot be made again"
             )
         rollouts.sort(key=lambda one: _numbers(one.rollout_id))
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group_id, []).append(rollout)
-        return list(groups.values())
+        rl = self.segments[self.segment((RL, step))].config.rl
+        return [group for group in groups.values() if not _is_left_out(group, step, rl)]
+
+    @cached_property
+    def _num_played(self) -> dict[int, int]:
+        """How many rollouts the steps had that metrics.jsonl has."""
+        rows = read_metrics(self.folder / METRICS)
+        return {row["step"]: int(row["num_rollouts"]) for row in rows if "num_rollouts" in row}
 
     def trained(self, rollout_id: str) -> Rollout:
         """A rollout of RL; KeyError where it is not stored."""
@@ -241,6 +253,18 @@ class PastRun:
         return next((one for begin, one in reversed(starts) if begin <= place), None)
 
 
+def _is_left_out(group: Sequence[Rollout], step: int, rl: RLConfig) -> bool:
+    """Say whether the batch of the step was made without a group that was played for it, as
+    flow/assembly.py sorts them. Those without a signal the learner leaves out itself."""
+    oldest = min((one.version for one in group if one.version >= 0), default=-1)
+    remedy = "train"
+    if len(group) < rl.group_size:
+        remedy = rl.batch.spoilt
+    elif 0 <= oldest < step - rl.max_staleness:
+        remedy = rl.batch.stale
+    return remedy in ("drop", "replace")
+
+
 def _is_layout(option: str) -> bool:
     """Options of where things are computed, which a replay decides for itself."""
     return option.partition(".")[0] in ("cluster", "learner", "rollout", "monitor", "log", "env")
@@ -276,11 +300,21 @@ class PastEvaluation(PastRun):
 
     def __init__(self, folder: Path) -> None:
         """ValueError if it has not come to its end."""
-        about = Evaluation.read(folder / "eval.json").about
+        found = Evaluation.read(folder / "eval.json")
+        about = found.about
         require(about["options"], folder)
         config = RunConfig.from_json(about["options"])
-        super().__init__(folder, replace(config, out=folder, resume=True))
+        # The options may be a run's: its store has what it trained on, and nothing of this folder.
+        super().__init__(folder, replace(config, out=folder, resume=True, store=""))
         self._temperature = about["temperature"]
+        self._scratch = ExitStack()
+        if not Path(str(config.model)).exists():  # of a checkpoint: written for it alone
+            model = self._scratch.enter_context(find_models(found.title).folder())
+            self.config = replace(self.config, model=str(model))
+
+    def close(self) -> None:
+        super().close()
+        self._scratch.close()
 
     @cached_property
     def entries(self) -> list[Chosen]:

@@ -93,7 +93,7 @@ class PastWeights:
         if self.version == UNTRAINED:
             if not self._run.begins_with_model:
                 raise ValueError(self._no_way(version))
-            await self._call(self._roles.engine.restart, self._parts.rl_config())
+            await self._restart()
             await self._begin(0)
 
     def _no_way(self, version: int) -> str:
@@ -110,9 +110,16 @@ class PastWeights:
         except CheckpointError as error:
             self.damaged.append(str(error))
             return False
-        await self._call(self._roles.engine.restart, self._parts.rl_config())
+        await self._restart()
         await self._call(self._roles.engine.load, folder)
         return True
+
+    async def _restart(self) -> None:
+        """Have the engine begin with RL, with an average of its weights where that teaches."""
+        engine, spec = self._roles.engine, self._parts.config.rl.algorithm
+        await self._call(engine.restart, self._parts.rl_config())
+        if spec.has_average:  # before a checkpoint is loaded, which may have one
+            await self._call(engine.keep_average, spec.hindsight_rate)
 
     async def _begin(self, version: int, checkpoint: Path | None = None) -> None:
         """Train on from the version that the engine holds now, and that the checkpoint is of."""

@@ -33,7 +33,7 @@ from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import PICTURES, run_tokenizer
 from nanorl.options.store_address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.options.trust import readable, require
-from nanorl.run.saved_models import named_options, read_run, read_tokenizer
+from nanorl.run.saved_models import find_models, named_options, read_run, read_tokenizer
 from nanorl.shown_pictures import RunPictures
 from nanorl.types import Rollout
 
@@ -202,7 +202,10 @@ class ViewedRun:
     def _tokenizer(self) -> ChatTokenizer:
         if not self.is_evaluation:
             return read_tokenizer(self.folder)
-        return run_tokenizer(self._config, Path(str(self._config.model)))
+        model = Path(str(self._config.model))
+        if not model.exists():  # a checkpoint's, written for that evaluation alone
+            model = find_models(self._json("eval.json")["title"]).base()
+        return run_tokenizer(self._config, model)
 
     @cached_property
     def _reader(self) -> TrajectoryReader:

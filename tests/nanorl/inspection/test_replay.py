@@ -24,6 +24,7 @@ from forked_runs import SMALL, RunProcess, Slow
 from safetensors.torch import load_file, save_file
 
 from nanorl.cli import main
+from nanorl.inspection.viewer.runs import find_runs
 from nanorl.observability.store import RolloutStore
 from nanorl.observability.store.rows import Filed, to_rows
 
@@ -372,6 +373,23 @@ def test_a_run_that_was_killed_and_resumed_with_other_options_replays(
     assert main(["replay", str(run), "--from-step", "3"]) == 0
 
 
+def test_weights_are_not_made_again_of_a_part_of_a_step(
+    probed: Probed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rest was let go (--keep-rollout-mb), the least valuable first."""
+    with RolloutStore(probed.run / "rollouts.sqlite") as store:
+        used = store.stats().used_bytes
+        while len(store) == 3 * 4:
+            used -= 1024
+            store.expire(max_bytes=used)
+        lost = [step for step in range(3) if len(store.entries(step=step)) < 4]
+    assert 0 < len(lost) < 3
+    for step in lost:
+        words = ["replay", str(probed.run), "--from-step", str(step + 1)]
+        assert main(words) == 2
+        assert f"step {step} are not all stored any more" in capsys.readouterr().err
+
+
 def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     probed: Probed, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -390,6 +408,80 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     one = first(json.loads(capsys.readouterr().out))
     assert one["difference"]["kind"] in ("logp", "token") and causes(one) == ["model"]
     shutil.rmtree(out)
+
+
+def test_an_evaluation_of_a_checkpoint_is_replayed_by_that_checkpoint(
+    probed: Probed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model's folder is gone as soon as the evaluation is over."""
+    out = tmp_path / "evaluation"
+    words = ["eval", f"{probed.run}:before", "--num-tasks", "2", "--out", str(out)]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2
+    assert result["changed"] == {}
+    (viewed,) = find_runs([out]).values()
+    with viewed.open("evaluation") as store:
+        rollout = store.get("eval-model-0")
+    (shown,) = find_runs([probed.run]).values()
+    assert viewed.decode(rollout.tokens) == shown.decode(rollout.tokens)
+
+
+def test_an_evaluation_is_replayed_from_its_own_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not from the one that its run's rollouts of RL are kept in."""
+    run, out = tmp_path / "run", tmp_path / "evaluation"
+    store = ("--store", str(tmp_path / "elsewhere.sqlite"))
+    assert main(["train", *SMALL, *store, "--out", str(run)]) == 0
+    assert main(["eval", str(run), "--num-tasks", "2", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2
+    assert main(["replay", str(run), "--from-step", "0", "--as-json"]) == 0
+
+
+BREAKS = """
+import zlib
+def score(text, task):
+    if zlib.crc32(text.encode()) % 5 == 0:
+        raise RuntimeError("broken")
+    return zlib.crc32(text.encode()) % 8 / 7
+"""
+
+
+def test_groups_that_a_step_was_made_without_are_left_out_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, reward = tmp_path / "run", tmp_path / "breaks.py"
+    reward.write_text(BREAKS)
+    options = f"--reward {reward} --rl.max-retries 0 --rl.batch.spoilt replace"
+    assert main(["train", *SMALL, *options.split(), "--out", str(run)]) == 0
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert sum(row["groups_spoilt"] for row in rows) > 0
+    capsys.readouterr()
+    assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"]
+    assert result["weights"] == {str(version): "equal" for version in range(4)}
+
+
+def test_steps_of_an_averaged_teacher_are_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From RL's first checkpoint, which has no average yet, and from one that has."""
+    run = tmp_path / "run"
+    options = """--algorithm sdft --rl.algorithm.hindsight-teacher average --rl.steps 4
+        --save-every 2 --keep-checkpoints 3"""
+    assert main(["train", *SMALL, *options.split(), "--out", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2 + 4 * 4 + 2 + 1
+    assert result["weights"] == {str(version): "equal" for version in range(5)}
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -6,12 +6,14 @@ import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from nanoengine.state.fingerprint import fingerprint, folded_sum
 from nanoinfer.params import SamplingParams
+from nanorl.flow.batch_policy import BatchPolicy, Remedy
 from nanorl.inspection.replay.causes import changed_parts, ranked
 from nanorl.inspection.replay.difference import Difference, first_difference
 from nanorl.inspection.replay.forced import StoredTurns
@@ -197,6 +199,35 @@ def test_the_groups_of_a_step_come_in_the_order_of_their_numbers(tmp_path: Path)
         assert len(choose(run, num=3)) == 3 and len(choose(run, num=0)) == 4
         with pytest.raises(ValueError, match="no stored rollout is called s9"):
             choose(run, ["s9"])
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "stale", "trained"),
+    [("train", "train", "abc"), ("drop", "wait", "bc"), ("train", "replace", "ac")],
+)
+def test_the_groups_of_a_step_are_those_that_it_was_made_of(
+    spoilt: Remedy, stale: Literal["wait", "train", "replace"], trained: str, tmp_path: Path
+) -> None:
+    """Of a spoilt one, a stale one and one that has no fault."""
+    sampled = {"a": [5], "b": [5, 4], "c": [5, 6]}  # by which versions, member by member
+    one = rollout()
+    played = [
+        replace(
+            one,
+            group_id=group,
+            rollout_id=f"{group}{i}",
+            versions=[-1, -1, version, version, -1, version],
+            branches=[],
+        )
+        for group, versions in sampled.items()
+        for i, version in enumerate(versions)
+    ]
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        store.add_group(played, step=6)
+    batch = BatchPolicy(order="finish", spoilt=spoilt, stale=stale)
+    rl = RLConfig(batch=batch, group_size=2, max_staleness=1)
+    with PastRun(tmp_path, RunConfig(rl=rl)) as run:
+        assert "".join(group[0].group_id for group in run.groups(6)) == trained
 
 
 def test_options_belong_to_the_places_from_which_on_they_held(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from forked_runs import ROOT, SMALL, RunProcess, rows
 from nanoengine.state.checkpoint import list_checkpoints
 from nanorl.options.presets import tiny
 from nanorl.options.run_config import RunConfig
+from nanorl.options.trust import remember
 from nanorl.run.continuation import check_resume, find_origin, read_config
 from nanorl.run.history import RunHistory
 
@@ -154,6 +155,20 @@ def test_a_fork_that_cannot_begin_says_what_there_is(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         parse(*(flag.format(run=whole) for flag in flags))
+
+
+@sandboxed
+def test_a_fork_has_a_store_of_its_own(whole: Path, tmp_path: Path) -> None:
+    """Said before its folder is made, which would then be taken."""
+    run, store = tmp_path / "run", str(tmp_path / "elsewhere.sqlite")
+    shutil.copytree(whole, run)
+    options = json.loads((run / "config.json").read_text()) | {"store": store}
+    (run / "config.json").write_text(json.dumps(options))
+    remember(options)
+    with pytest.raises(ValueError, match=f"--store {store} has the rollouts of that run; name an"):
+        parse("--fork", str(run))
+    other = str(tmp_path / "other.sqlite")
+    assert parse("--fork", str(run), "--store", other).store == other
 
 
 @sandboxed
