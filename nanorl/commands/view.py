@@ -199,7 +199,8 @@ def _matching(
 
 def _decoder(run: Path) -> ChatDecode:
     """Ids to text without the template's marks, with the tokenizer of the run's model."""
-    from nanorl.observability.report.chat_decode import ChatDecode  # here: both import torch
-    from nanorl.run.saved_models import read_tokenizer
+    from nanorl.inspection.viewer.runs import find_runs  # here: both import torch
+    from nanorl.observability.report.chat_decode import ChatDecode
 
-    return ChatDecode(read_tokenizer(run))
+    [viewed] = find_runs([run]).values()
+    return ChatDecode(viewed.tokenizer)

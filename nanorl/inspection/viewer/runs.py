@@ -171,14 +171,14 @@ class ViewedRun:
     def decode(self, ids: list[int]) -> str:
         """Ids as text, special tokens included."""
         with self._lock:
-            return self._tokenizer.decode(ids)
+            return self.tokenizer.decode(ids)
 
     @property
     def pictures(self) -> RunPictures | None:
         """Those that its model was shown; None of a model that reads text. They lie in this folder,
         wherever its options say that it was."""
         with self._lock:
-            found = RunPictures.of(self._tokenizer)
+            found = RunPictures.of(self.tokenizer)
         return None if found is None else replace(found, folder=self.folder / PICTURES)
 
     def trajectory(self, rollout: Rollout, *, step: int, phase: str) -> Trajectory:
@@ -199,7 +199,8 @@ class ViewedRun:
         return RunConfig.from_json(readable(options))
 
     @cached_property
-    def _tokenizer(self) -> ChatTokenizer:
+    def tokenizer(self) -> ChatTokenizer:
+        """That of the model whose rollouts it has."""
         if not self.is_evaluation:
             return read_tokenizer(self.folder)
         model = Path(str(self._config.model))
@@ -209,8 +210,8 @@ class ViewedRun:
 
     @cached_property
     def _reader(self) -> TrajectoryReader:
-        parsers = find_parsers(self._config, self._tokenizer, self.notes.append)
-        return TrajectoryReader(self._tokenizer, parsers)
+        parsers = find_parsers(self._config, self.tokenizer, self.notes.append)
+        return TrajectoryReader(self.tokenizer, parsers)
 
 
 def _is_locked(file: Path) -> bool:

@@ -235,5 +235,18 @@ def test_stored_rollouts_are_read_turn_by_turn_and_chosen(
     assert "is not a run's folder" in capsys.readouterr().err
 
 
+def test_an_evaluation_is_read_in_the_terminal_too(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "evaluation"
+    words = ("eval", str(run), "--num-tasks", "2", "--k", "1", "--out", str(folder))
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    assert cli.main(["view", str(folder), "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^eval-\S+  step 0  reward ", shown, re.MULTILINE)) == 2
+    assert len(re.findall(r"^task   ", shown, re.MULTILINE)) == 2
+
+
 def test_a_terminal_obeys_nothing_that_a_model_wrote() -> None:
     assert printable("a\x1b]0;title\x07b\x1b[2Jc\x9bd\ne\tf\r\ng") == "a?]0;title?b?[2Jc?d\ne\tf\ng"
