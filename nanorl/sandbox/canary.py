@@ -68,7 +68,7 @@ WALLS: Mapping[str, Any] = {
 
 
 def walls_without(*names: str) -> dict[str, Any]:
-    """What a back end keeps of bubblewrap's walls that has others in place of `names`."""
+    """The walls of bubblewrap that a back end keeps which has others in place of `names`."""
     return {name: value for name, value in WALLS.items() if name not in names}
 
 

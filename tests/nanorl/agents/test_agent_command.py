@@ -187,7 +187,11 @@ def started_by(driver: subprocess.Popen[bytes]) -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """0 where it has ended: the one that starts the hidden process is soon gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def sleepers() -> set[int]:

@@ -12,6 +12,7 @@ import openai
 import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 from tiny_text import make_text_engine
+from waiting import until
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.dialects import all_dialects
@@ -122,12 +123,27 @@ def rollout_of(record: Recording) -> Rollout:
 
 
 def test_a_real_client_times_out_and_its_retry_is_the_episodes_one_turn() -> None:
+    """It loses patience as soon as the engine holds its call, and not for a busy machine."""
     engine = Engine(num_held=2)
     record = recording_of(engine, max_turns=1)
 
+    class Impatient(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            num_before = engine.num_asked
+            answer = asyncio.ensure_future(super().handle_async_request(request))
+            if num_before < engine.num_held:
+                await engine.until(lambda: engine.num_asked > num_before)
+                answer.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
+                raise httpx.ReadTimeout("it took too long")
+            return await answer
+
     async def work(session: ApiSession, client: httpx.AsyncClient) -> None:
         async with openai.AsyncOpenAI(
-            base_url=session.openai_url, api_key=session.key, max_retries=9, timeout=1.0
+            base_url=session.openai_url,
+            api_key=session.key,
+            max_retries=9,
+            http_client=httpx.AsyncClient(transport=Impatient(), timeout=SOON_S),
         ) as real:
             answer = await real.chat.completions.create(
                 model="x", messages=[{"role": "user", "content": "?"}]
@@ -229,10 +245,11 @@ def test_an_answer_whose_client_left_while_it_was_written_is_forgotten(
     async def work(session: ApiSession, client: httpx.AsyncClient) -> None:
         asking = asyncio.ensure_future(post(client, session, CHAT))
         assert await asyncio.to_thread(is_writing.wait, SOON_S)
+        (written,) = session.calls
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         again = asyncio.ensure_future(post(client, session, CHAT, "again"))
-        await asyncio.wait({again}, timeout=WHILE_S)  # the server hears of the hang-up first
+        await until(written.cancelling, SOON_S)  # the server has heard of the hang-up
         go_on.set()
         assert (await again).status_code == 200
 

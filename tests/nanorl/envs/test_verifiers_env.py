@@ -35,7 +35,7 @@ from nanorl.cli import main
 from nanorl.envs import verifiers_process
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
-from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
+from nanorl.envs.verifiers_process import VerifiersProcess
 from nanorl.observability.store import RolloutStore
 from nanorl.options.agent_kit import AgentKit
 from nanorl.options.presets import get_preset
@@ -183,7 +183,7 @@ def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_una
             kit.close()
 
     asyncio.run(work())
-    assert not marked_processes()
+    wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
 
 
 def asked_in(task: Task) -> tuple[str, str]:
@@ -292,7 +292,7 @@ def test_a_worker_with_a_fault_is_ended_with_all_that_it_started(
     with pytest.raises(InfrastructureError, match=message):
         asyncio.run(play())
     process.close()
-    assert not marked_processes()
+    wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
 
 
 def test_the_last_words_of_a_worker_are_waited_for(
@@ -320,7 +320,7 @@ def test_a_worker_whose_log_overflows_answers_all_the_same(tmp_path: Path) -> No
     process = VerifiersProcess(fake_python(tmp_path, body), env="any", config={}, folders=[])
     assert asyncio.run(process.play({}, {}, timeout_s=60.0)) == {"reward": 1.0}
     process.close()
-    assert not marked_processes()
+    wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
 
 
 def test_a_python_without_verifiers_says_how_to_get_one(tmp_path: Path) -> None:
@@ -382,9 +382,8 @@ def test_a_worker_that_hangs_ends_with_its_parent(sent: signal.Signals, tmp_path
         wait_until(lambda: any("sleep" in one for one in marked_processes()), 60.0)
     finally:
         parent.send_signal(sent)
-    parent.wait(20.0)
-    grace = LETTING_GO_S + 5.0 if sent == signal.SIGKILL else 0.0
-    wait_until(lambda: not marked_processes(), grace, told=marked_processes)
+    parent.wait(60.0)
+    wait_until(lambda: not marked_processes(), told=marked_processes)
 
 
 @needs_verifiers

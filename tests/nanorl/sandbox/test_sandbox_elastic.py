@@ -44,10 +44,11 @@ def test_a_pool_grows_while_programs_wait_and_shrinks_when_idle() -> None:
 
 def test_a_pool_starts_no_more_workers_than_programs_wait() -> None:
     with SandboxPool(SPEC, num_workers=1, max_workers=8, idle_s=60) as pool:
-        running = [pool._submit("import time; time.sleep(1)", None, b"", None) for _ in range(2)]
-        for future in running:
-            future.result()
+        running = [pool._submit("import time; time.sleep(600)", None, b"", 600) for _ in range(2)]
+        busy = [State.BUSY] * 2
+        assert eventually(lambda: [slot.state for slot in pool._dispatcher._slots[:2]] == busy)
         assert num_alive(pool) == 2
+        assert all(future.cancel() for future in running)
 
 
 def test_impossible_sizes_are_refused_by_name() -> None:
