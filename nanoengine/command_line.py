@@ -60,6 +60,7 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status. `mendable` are the errors, besides ValueError and
     OSError, that a user can mend."""
+    _print_anything()
     try:
         try:
             return action()
@@ -78,6 +79,13 @@ def run_command(
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return STOPPED
+
+
+def _print_anything() -> None:
+    """Let a terminal of few letters (a locale without UTF-8, PYTHONIOENCODING) show an escape for
+    what it lacks: what a model writes, or a path, is no reason to end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for stderr
 
 
 def _say(error: Exception) -> int:
