@@ -63,9 +63,11 @@ def run_command(
     _print_anything()
     try:
         try:
+            _require_working_folder()
             return action()
         finally:
-            sys.stdout.flush()  # here, where a reader that has left is no traceback
+            if sys.stdout is not None:  # as where it was closed: `>&-`
+                sys.stdout.flush()  # here, where a reader that has left is no traceback
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
             return READER_LEFT
@@ -79,6 +81,16 @@ def run_command(
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return STOPPED
+
+
+def _require_working_folder() -> None:
+    """FileNotFoundError where it was removed: MKL ends such a process, and blames torch."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working folder was removed: change into one that is there, and try again"
+        ) from error
 
 
 def _print_anything() -> None:

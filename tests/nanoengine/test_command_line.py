@@ -87,6 +87,22 @@ def test_letters_that_a_terminal_lacks_are_shown_as_escapes(
     assert written.getvalue().decode(encoding) == f"{shown} \\udcfc\n"
 
 
+def test_without_a_stdout_a_command_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # Python's, where it was started with >&-
+    assert run_command(lambda: int(bool(print("done")))) == 0
+
+
+def test_a_working_folder_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run_command(lambda: 0) == WRONG
+    assert capsys.readouterr().err.startswith("error: the working folder was removed")
+
+
 def test_a_path_in_the_home_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: int(bool(Path("~no_such_user_here/x").expanduser()))) == WRONG
     said = capsys.readouterr().err
