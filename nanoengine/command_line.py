@@ -60,11 +60,14 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status. `mendable` are the errors, besides ValueError and
     OSError, that a user can mend."""
+    _print_anything()
     try:
         try:
+            _require_working_folder()
             return action()
         finally:
-            sys.stdout.flush()  # here, where a reader that has left is no traceback
+            if sys.stdout is not None:  # as where it was closed: `>&-`
+                sys.stdout.flush()  # here, where a reader that has left is no traceback
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
             return READER_LEFT
@@ -78,6 +81,23 @@ def run_command(
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return STOPPED
+
+
+def _require_working_folder() -> None:
+    """FileNotFoundError where it was removed: MKL ends such a process, and blames torch."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working folder was removed: change into one that is there, and try again"
+        ) from error
+
+
+def _print_anything() -> None:
+    """Let a terminal of few letters (a locale without UTF-8, PYTHONIOENCODING) show an escape for
+    what it lacks: what a model writes, or a path, is no reason to end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for stderr
 
 
 def _say(error: Exception) -> int:

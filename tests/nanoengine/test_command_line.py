@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -72,6 +73,34 @@ def test_errors_that_a_user_can_mend_end_with_one_line(capsys: pytest.CaptureFix
             assert capsys.readouterr().err == "error: no such thing\n"
     assert run_command(lambda: fail(RuntimeError("r")), lambda: (RuntimeError,)) == WRONG
     assert run_command(lambda: 1) == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_a_terminal_lacks_are_shown_as_escapes(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    said = "\u96ea \udcfc"  # snow, and a byte of a path that is no UTF-8
+    assert run_command(lambda: int(bool(print(said)))) == 0
+    shown = "\u96ea" if encoding == "utf-8" else r"\u96ea"
+    assert written.getvalue().decode(encoding) == f"{shown} \\udcfc\n"
+
+
+def test_without_a_stdout_a_command_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # Python's, where it was started with >&-
+    assert run_command(lambda: int(bool(print("done")))) == 0
+
+
+def test_a_working_folder_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run_command(lambda: 0) == WRONG
+    assert capsys.readouterr().err.startswith("error: the working folder was removed")
 
 
 def test_a_path_in_the_home_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

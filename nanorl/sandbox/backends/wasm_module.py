@@ -41,8 +41,12 @@ def cache_folders(given: str | None) -> list[Path]:
     their cache and, where there is no home to write to, one of theirs among the temporary ones."""
     if given:
         return [Path(given).expanduser()]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return [home / "nanorl" / "wasm", Path(tempfile.gettempdir(), f"nanorl-wasm-{os.getuid()}")]
+    temporary = Path(tempfile.gettempdir(), f"nanorl-wasm-{os.getuid()}")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:  # a user without a home
+        return [temporary]
+    return [home / "nanorl" / "wasm", temporary]
 
 
 @contextlib.contextmanager

@@ -137,6 +137,13 @@ def test_without_a_home_it_is_kept_among_the_temporary_files(
     assert content(found) == CODE
 
 
+def test_a_user_who_has_no_home_at_all_keeps_it_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~no_such_user_here")  # for pathlib the same as none
+    [found] = cache_folders(None)
+    assert found.name == f"nanorl-wasm-{os.getuid()}"
+
+
 def test_a_full_disk_says_where_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
