@@ -100,7 +100,10 @@ class EvalOptions:
         else:
             one = RunConfig()  # in one process, however the run was laid out
             config = replace(
-                saved.run, cluster=one.cluster, learner=one.learner, rollout=one.rollout
+                _with_record(saved.run),
+                cluster=one.cluster,
+                learner=one.learner,
+                rollout=one.rollout,
             )
         given = {
             "env": self.env,
@@ -240,6 +243,14 @@ def run_evaluation(
     if note := too_few(tasks, config.evaluation.num_tasks):
         print(note, file=sys.stderr)
     return result
+
+
+def _with_record(run: RunConfig) -> RunConfig:
+    """The run's options with the record of what its environment has asked, where it keeps one: what
+    it was answered, it is answered again."""
+    if run.http.mode in ("off", "live"):
+        return run
+    return replace(run, http=replace(run.http, store=run.http_store))
 
 
 def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 
 from nanorl import cli
 from nanorl.commands.evaluate import EvalOptions
+from nanorl.envs.http_record.record_config import HttpConfig
 from nanorl.observability.store import RolloutStore
+from nanorl.options.run_config import RunConfig
 from nanorl.run.continuation import find_origin
 from nanorl.run.failed_start import take_away_failed_start
 from nanorl.run.parse import parse_arguments
-from nanorl.run.saved_models import find_models
+from nanorl.run.saved_models import SavedModels, find_models
 
 GAME = """
 import nanorl
@@ -195,6 +197,15 @@ def test_another_environment_brings_its_limits_along(warm: Path, tmp_path: Path)
     assert parse_arguments(given).agent.max_turns == 3
     same = EvalOptions(model=str(warm)).run_config(saved)
     assert same.agent == saved.run.agent
+
+
+def test_an_evaluation_is_answered_from_its_runs_record(tmp_path: Path) -> None:
+    http = HttpConfig(mode="record", allow=("example.org",))
+    run = RunConfig(preset="tiny", out=tmp_path / "run", http=http)
+    saved = SavedModels(name="run", place=tmp_path / "run" / "model-trained", run=run)
+    played = EvalOptions(model="run", out=tmp_path / "out").run_config(saved)
+    assert played.http.mode == "record" and played.run_dir == tmp_path / "out"
+    assert played.http_store == tmp_path / "run" / "http.sqlite"
 
 
 def test_fewer_held_out_tasks_than_asked_for_are_said(
