@@ -94,6 +94,7 @@ from nanoinfer.server.responses import (
 from nanoinfer.server.rl_routes import RlRoutes, WeightDir
 from nanoinfer.server.served_model import ServedModel
 from nanoinfer.server.sglang_generate import SglangGenerate, SglangGenerator
+from nanoinfer.server.template_fields import default_variables
 from nanoinfer.server.text_routes import TextRoutes
 
 LOG = logging.getLogger("nanoinfer.http")
@@ -115,6 +116,7 @@ def make_app(config: ServerConfig) -> HttpApp:
         torch.set_num_threads(config.threads)
     name = config.model_name or config.model.resolve().name
     adapters = parse_adapters(config.adapters, name)
+    variables = default_variables(config.default_chat_template_kwargs)
     llm = LLM(
         config.model, config.infer, dtype=config.dtype, device=config.device, lora=config.lora
     )
@@ -123,6 +125,7 @@ def make_app(config: ServerConfig) -> HttpApp:
     tokenizer = llm.tokenizer
     if hasattr(llm.engine.model, "visual"):
         tokenizer = resolve_name(_LET_SEE)(llm.engine.model, config.model)
+    tokenizer.variables.update(variables)
     return HttpApp(
         AsyncEngine(llm.engine),
         tokenizer,

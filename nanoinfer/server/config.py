@@ -57,6 +57,9 @@ class ServerOptions:
     weights_root: Path | None = None
     """/update_weights and the loading of adapters read folders below this one; without it these
     routes are closed."""
+    default_chat_template_kwargs: str = ""
+    """Variables of the chat template where a request names no others, as JSON:
+    {"enable_thinking": false}."""
     threads: int | None = None
     """Threads of torch; default: torch's own choice."""
     infer: InferConfig = field(default_factory=InferConfig)

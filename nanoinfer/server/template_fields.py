@@ -41,6 +41,21 @@ def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def default_variables(text: str) -> dict[str, Any]:
+    """What `--default-chat-template-kwargs` says; empty says nothing. `ValueError` where it is no
+    JSON object, or names what is not to be set."""
+    try:
+        given = json.loads(text or "{}")
+        if not isinstance(given, dict):
+            raise ValueError(f"a JSON object is expected, not a {type(given).__name__}")
+        return checked_variables(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"--default-chat-template-kwargs {text}: {error}; give variables as JSON, such as "
+            '{"enable_thinking": false}'
+        ) from None
+
+
 Variables = Annotated[dict[str, Any], AfterValidator(checked_variables)]
 
 

@@ -9,6 +9,7 @@ server runs them; `nanorl chat` does.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +43,11 @@ def serve(
     saved = find_models(source)
     name = options.model_name or Path(source).expanduser().resolve().name
     options = replace(options, model_name=name)
+    if saved.run is not None and not options.default_chat_template_kwargs:  # as it was trained
+        from nanorl.envs.catalog import parse_arguments  # here: a plain model needs none
+
+        variables = parse_arguments(saved.run.agent.template_args)
+        options = replace(options, default_chat_template_kwargs=json.dumps(variables))
     with saved.folder() as folder:
         print(f"model {name}: {saved.describe()}", flush=True)
         given = {field.name: getattr(options, field.name) for field in fields(ServerOptions)}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
 from tiny_text import make_text_engine, make_tokenizer, save_folder
 
 from nanoinfer.config import InferConfig
@@ -79,6 +80,25 @@ def test_a_server_serves_a_folder_in_its_own_dtype(tmp_path: Path) -> None:
         app = make_app(config)
         assert app.client.engine.model.dtype == getattr(torch, said)
     assert ServerConfig(model=tmp_path).dtype == "float32"
+
+
+def test_a_server_has_defaults_for_the_template_which_a_request_overrides(tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ 'the' if mood == 'calm' else 'hello' }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    options = {"model": tmp_path, "infer": InferConfig(num_blocks=8)}
+    app = make_app(ServerConfig(**options, default_chat_template_kwargs='{"mood": "calm"}'))
+    body: dict[str, object] = {"messages": [{"role": "user", "content": "x"}]}
+    with TestClient(app.starlette(), base_url="http://127.0.0.1") as client:
+        for asked, text in (({}, "the"), ({"chat_template_kwargs": {"mood": "merry"}}, "hello")):
+            answer = client.post("/tokenize", json=body | asked).json()
+            assert answer["tokens"] == make_tokenizer().encode(text)
+    for wrong, message in (
+        ("[1]", "not a list"), ('{"messages": 1}', "the server sets it"), ("{", "Expecting"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"--default-chat-template-kwargs .*{message}"):
+            make_app(ServerConfig(**options, default_chat_template_kwargs=wrong))
 
 
 def test_a_server_runs_at_most_four_threads_a_core(

@@ -168,6 +168,31 @@ def test_a_run_is_served_by_its_name_and_says_where_the_page_is(
     process.wait(timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((), {"enable_thinking": False}), (('{"enable_thinking": true}',), {"enable_thinking": True})],
+)
+def test_a_run_is_served_with_the_template_s_variables_that_it_was_trained_with(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    expected: dict[str, bool],
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    options = json.loads((folder / "config.json").read_text())
+    options["agent"]["template_args"] = ["enable_thinking=false"]
+    (folder / "config.json").write_text(json.dumps(options))
+    served = []
+    monkeypatch.setattr(
+        "nanoinfer.server.running.run_server", lambda config, about: served.append(config)
+    )
+    flags = [word for text in given for word in ("--default-chat-template-kwargs", text)]
+    assert cli.main(["serve", str(folder), *flags]) == 0
+    assert json.loads(served[0].default_chat_template_kwargs) == expected
+
+
 def stored(run: Path, *rollouts: Rollout) -> None:
     (run / "rollouts.sqlite").unlink(missing_ok=True)
     with RolloutStore(run / "rollouts.sqlite") as store:
