@@ -160,17 +160,35 @@ class ModelCard:
 
     def _use(self) -> str:
         named = [_without_path(one) for one in self.config.envs]
-        own = f" --env {' '.join(named)}" if named else ""
         if self.is_adapter:
             commands = f"nanorl serve {self.source.name} --adapters agent={_PLACE}"
             code = _PEFT.format(place=_PLACE, base=self.source.name)
         else:
             one = named[0] if named else "code"
             chat = f" --env {one.rpartition('=')[2] if len(named) > 1 else one}"
-            played = own or f" --preset {self.config.preset}"
-            commands = f"nanorl chat {_PLACE}{chat}\nnanorl eval {_PLACE}{played} --k 8"
+            commands = f"nanorl chat {_PLACE}{chat}\nnanorl eval {_PLACE}{self._played()} --k 8"
             code = _TRANSFORMERS.format(place=_PLACE)
         return f"## Use\n\n```bash\n{commands}\n```\n\n```python\n{code}\n```"
+
+    def _played(self) -> str:
+        """The options of `nanorl eval` for the tasks that the run was evaluated on."""
+        one = self.config
+        options = {
+            "--preset": () if one.envs and one.preset == RunConfig().preset else (one.preset,),
+            "--env": one.envs,
+            "--env-weights": tuple(map(str, one.env_weights)),
+            "--env-args": one.env_args,
+            "--reward": (one.reward,),
+            "--agent": (one.agent.loop,),
+            "--agent-args": one.agent.loop_args,
+            "--tasks": (str(one.tasks or ""),),
+            "--task-fields": one.task_fields,
+        }
+        return "".join(
+            f" {' '.join([flag, *map(_quoted, values)])}"
+            for flag, values in options.items()
+            if any(values)
+        )
 
     def _licence(self) -> str:
         if self.source.licence:
@@ -210,9 +228,13 @@ def _commands(summary: Mapping[str, Any]) -> list[str]:
 def _portable(command: str) -> str:
     """A command line with `nanorl` for the file that ran, and without the paths of a machine."""
     program, *words = shlex.split(command)
-    is_ours = Path(program).name in ("nanorl", "cli.py", "train.py")
+    is_ours = Path(program).name in ("nanorl", "__main__.py", "cli.py", "train.py")
     named = PROJECT if is_ours else f"python {Path(program).name}"
-    return " ".join([named, *(shlex.quote(_without_path(word)) for word in words)])
+    return " ".join([named, *map(_quoted, words)])
+
+
+def _quoted(word: str) -> str:
+    return shlex.quote(_without_path(word))
 
 
 def _without_path(word: str) -> str:

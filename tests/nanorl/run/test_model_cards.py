@@ -111,6 +111,21 @@ def test_a_card_tells_no_path_of_the_machine_that_wrote_it(tmp_path: Path) -> No
     assert "the environment g.py" in card
 
 
+def test_a_card_evaluates_on_the_tasks_of_its_figures(tmp_path: Path) -> None:
+    plain = "nanorl eval PATH/TO/THIS/FOLDER --preset tiny --k 8"
+    assert plain in carded(tmp_path / "a").splitlines()
+    agent = replace(tiny().agent, loop="compact", loop_args=("keep=2",))
+    options = {"env": "alphabet_sort", "env_args": ("max_turns=2", "max_names=3"), "agent": agent}
+    card = carded(tmp_path / "b", **options, tasks=str(tmp_path / "mine.jsonl"), reward="math")
+    (line,) = [line for line in card.splitlines() if line.startswith("nanorl eval")]
+    words = shlex.split(line)[3:]
+    assert words == [
+        *("--preset", "tiny", "--env", "alphabet_sort", "--env-args", "max_turns=2", "max_names=3"),
+        *("--reward", "math", "--agent", "compact", "--agent-args", "keep=2"),
+        *("--tasks", "mine.jsonl", "--k", "8"),
+    ]
+
+
 def test_a_base_without_an_id_is_not_given_to_the_hub_as_one(tmp_path: Path) -> None:
     card = carded(tmp_path / "run")
     assert "base_model" not in card.split("---")[1] and "license" not in card.split("---")[1]
@@ -233,3 +248,4 @@ def test_a_command_keeps_its_quoted_words_and_loses_paths_that_have_spaces() -> 
         *("nanorl", "train", "--model", "x", "--env-args", 'actions=["left", "down"]'),
         "--tasks=t.jsonl",
     ]
+    assert _portable("/x/nanorl/__main__.py train") == "nanorl train"  # of python -m nanorl
