@@ -155,7 +155,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 def test_ctrl_c_in_the_last_evaluation_saves_too(tmp_path: Path) -> None:
     """What RL kept for itself is closed by then."""
     run = tmp_path / "run"
-    many = ["--evaluation.num-tasks", "200", "--evaluation.num-tasks-no-tool", "200"]
+    many = ["--evaluation.num-tasks", "200", "--evaluation.num-tasks-no-tool", "2000"]
     process = RunProcess(tmp_path / "log", *SMALL, *many, "--rl.steps", "1", "--out", str(run))
     wait_until((run / "eval-after.json").exists, 120, alive=process.process.is_alive)
     process.signal(signal.SIGINT)

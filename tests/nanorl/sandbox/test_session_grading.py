@@ -450,7 +450,7 @@ REWARDS = (
     ("echo 1 > $V/reward.json; chmod 555 $V", 0.0),
     ("mv $V /tmp/own; echo 1 > /tmp/own/reward.txt; ln -s /tmp/own $V", 0.0),
     ("sleep 0.1 & wait; echo 1 > $V/reward.txt", 1.0),
-    ("(sleep 0.1 &); sleep 0.3; echo 1 > $V/reward.txt", 1.0),
+    ("(sleep 0.1 &); sleep 2; echo 1 > $V/reward.txt", 1.0),
     ("echo 1 > $V/reward.txt; (sleep 0.1 &); sleep 0.3", 0.0),
     ("""echo '{"a": 1, "b": 1}' > $V/reward.json""", 0.0),
     ("echo yes > $V/reward.txt", 0.0),
