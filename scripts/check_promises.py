@@ -14,8 +14,8 @@ A set that is refused is shown with its line, and tried again without one of its
 a line per set with the seconds; exit status 1 if any promise was broken, and then its runs stay.
 
 Left out: options by themselves, which check_options.py draws; layouts over several ranks, which
-add in another order (fault_run.py); an asynchronous run's second self, which is another run: of it
-the gap and the replay are asked.
+add in another order (fault_run.py); that an asynchronous run comes out the same twice. Of one
+that is killed and resumed, the gap and the replay are asked.
 """
 
 from __future__ import annotations
@@ -219,19 +219,30 @@ class Trial:
 
     def broken(self) -> Iterator[str]:
         """The promises that the finished run does not keep, each in a line."""
-        rows = read_metrics(self.folder / "run" / "metrics.jsonl")
+        yield from self._broken_alone("run")
+        status, output = self._resumed()
+        if status:
+            yield f"resumed {status}: {last_words(output)}"
+        elif set(ASYNCHRONOUS) & set(self.words):
+            yield from self._broken_alone("resumed")
+        else:
+            yield from self._differs("resumed")
+        if not set((*ASYNCHRONOUS, ADAPTER)) & set(self.words):
+            status, output = self._train("processes", *LOCAL)
+            if status:
+                yield f"processes {status}: {last_words(output)}"
+            else:
+                yield from self._differs("processes")
+
+    def _broken_alone(self, name: str) -> Iterator[str]:
+        """What can be asked of a run by itself: its gap, and whether it replays."""
+        rows = read_metrics(self.folder / name / "metrics.jsonl")
         gaps = [row.get("logp_gap_max", 0.0) for row in rows]
         if any(gaps) and "--engine.quantization" not in self.words:
-            yield f"gap {gaps}"
-        status, output = end_of(nanorl("replay", str(self.folder / "run")), self.limit_s)
+            yield f"gap of {name} {gaps}"
+        status, output = end_of(nanorl("replay", str(self.folder / name)), self.limit_s)
         if status and EXPIRED not in output:
-            yield f"replay {status}: {last_words(output)}"
-        if set(ASYNCHRONOUS) & set(self.words):
-            return
-        true = bits(self.folder / "run")
-        yield from self._differs("resumed", true, self._resumed())
-        if ADAPTER not in self.words:
-            yield from self._differs("processes", true, self._train("processes", *LOCAL))
+            yield f"replay of {name} {status}: {last_words(output)}"
 
     def _train(self, name: str, *more: str) -> End:
         process = nanorl("train", *self.arguments, *more, "--out", str(self.folder / name))
@@ -250,12 +261,8 @@ class Trial:
             return self._train("resumed")
         return end_of(nanorl("train", "--resume", "--out", str(out)), self.limit_s)
 
-    def _differs(self, name: str, true: Mapping[str, object], end: End) -> Iterator[str]:
-        status, output = end
-        if status:
-            yield f"{name} {status}: {last_words(output)}"
-            return
-        found = bits(self.folder / name)
+    def _differs(self, name: str) -> Iterator[str]:
+        true, found = (bits(self.folder / one) for one in ("run", name))
         wrong = [key for key, value in found.items() if value != true[key]]
         if wrong:
             yield f"{name}: other {', '.join(wrong)}"

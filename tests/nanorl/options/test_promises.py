@@ -46,10 +46,14 @@ def test_a_promise_that_is_broken_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     sums = {"run": {"weights": "a", "steps": 1}, "resumed": {"weights": "b", "steps": 1}}
     monkeypatch.setattr(check_promises, "bits", lambda run: sums.get(run.name, sums["run"]))
     assert list(trial.broken()) == [
-        "gap [0.5]",
-        "replay 1: 1 of 9 differs",
+        "gap of run [0.5]",
+        "replay of run 1: 1 of 9 differs",
         "resumed: other weights",
     ]
+    trial.words += ["--rl.max-staleness", "1"]  # the resumed run is another, which keeps its own
+    (trial.folder / "resumed").mkdir()
+    (trial.folder / "resumed" / "metrics.jsonl").write_text('{"step": 0, "logp_gap_max": 0.0}\n')
+    assert list(trial.broken())[2:] == ["replay of resumed 1: 1 of 9 differs"]
     assert trial.refusal() is None
     ends["train"] = (2, "say\nerror: --lora.rank 4: no")
     assert trial.verdict() == ("refused", ["--lora.rank 4: no"])
