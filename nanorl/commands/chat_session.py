@@ -26,7 +26,7 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
-from nanorl.agents.conversation import Conversation, Listener, Reply, picture_line
+from nanorl.agents.conversation import Conversation, End, Listener, Reply, picture_line
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.distributed.roles.give_sight import give_sight
 from nanorl.envs.base import Environment
@@ -45,6 +45,8 @@ TRAINED, BASE = "trained", "base"
 PLAIN_TURN_TOKENS = 512
 """The longest turn of a model that belongs to no run."""
 NO_TEXT = "(no text)"
+OWN_WORDS = "chat"
+"""The id of a task that a person made up."""
 ENDS = MappingProxyType(
     {
         "done": "",
@@ -229,7 +231,7 @@ class ChatSession:
             if text.startswith("/"):
                 self._obey(text)
             else:
-                self._ask(Task(task_id="chat", kind="chat", prompt=text, answer=""))
+                self._ask(Task(task_id=OWN_WORDS, kind="chat", prompt=text, answer=""))
         except KeyboardInterrupt:
             self._end_line()
             self._show(ENDS["stopped"], "dim")
@@ -332,14 +334,16 @@ class ChatSession:
     def _ask(self, task: Task) -> None:
         say = partial(self.conversation.say, pictures=tuple(self._waiting))
         try:
-            self._run(say, task, self.engines.get(self.model), self.model)
+            end = self._run(say, task, self.engines.get(self.model), self.model)
+            if end == "failed" and task.task_id == OWN_WORDS:
+                self._show("it may need a task of its own, which words are not: /task", "dim")
         except InfrastructureError as error:
             raise ValueError(
                 f"{error}; an environment that needs tasks of its own is given one by /task"
             ) from error
         self._waiting = []
 
-    def _run(self, method: Callable[..., Coroutine[Any, Any, Reply]], *arguments: Any) -> None:
+    def _run(self, method: Callable[..., Coroutine[Any, Any, Reply]], *arguments: Any) -> End:
         """Let an agent reply, on the screen. Ctrl-C stops the reply, not the program."""
         listener = Listener(on_text=self._on_text, on_observation=self._on_observation)
         reply = self.engines.runner.run(method(*arguments, listener=listener))
@@ -350,6 +354,7 @@ class ChatSession:
         num_turns = sum(turn["role"] == "agent" for turn in reply.turns)
         facts = [f"{num_turns} turn{'s' * (num_turns != 1)}", f"{reply.num_tokens} tokens", speed]
         self._show(", ".join([*facts, *filter(None, (ENDS[reply.end], reply.note))]), "dim")
+        return reply.end
 
     def _on_text(self, text: str) -> None:
         if not self._is_line_open and text:

@@ -78,6 +78,25 @@ def test_a_chat_from_the_command_line_compares_saves_and_plays_a_task(
     assert text.startswith("<usr>sum[3,4]<bot>") and saved["replies"][1]["prompt"] in text
 
 
+def test_words_that_an_environment_cannot_play_are_told_from_its_tasks(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    game = tmp_path / "game.py"
+    game.write_text(
+        "import nanorl\n\nclass Game(nanorl.Env):\n    def tasks(self, rng):\n"
+        "        return nanorl.Task('sum[3,4]', data={'walls': [rng.random()]})\n"
+        "    def step(self, text):\n        return self.done(reward=self.task.data['walls'][0])\n"
+    )
+    options = ["--max-tokens", "400", "--temperature", "3"]  # so that a turn ends by itself
+    words = ["chat", str(run), "--env", str(game), *options, "--say"]
+    hint = "it may need a task of its own"
+    assert cli.main([*words, "/task 0"]) == 0
+    assert hint not in capsys.readouterr().out
+    assert cli.main([*words, "sum[3,4]"]) == 0
+    shown = capsys.readouterr().out
+    assert hint in shown and "KeyError: 'walls'" in shown
+
+
 def test_a_plain_model_is_talked_to_without_an_environment(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
