@@ -118,6 +118,13 @@ def find_models(name: str) -> SavedModels:
     return SavedModels(name=name, place=checkpoint, is_checkpoint=True, run=run)
 
 
+def evaluated_models(options: RunConfig, title: str) -> SavedModels:
+    """The models that a `nanorl eval` played, whose options name a folder. A checkpoint's was
+    written for that evaluation alone: it is found by `title`, the name that was evaluated."""
+    folder = str(options.model)
+    return find_models(folder if Path(folder).exists() else title)
+
+
 def _folder_and_stage(name: str) -> tuple[Path, str]:
     """RUN:STAGE or RUN@7 apart, as (RUN, "STAGE") or (RUN, "@7"), where RUN is a run's folder; a
     folder may have a colon or an @ in its name."""

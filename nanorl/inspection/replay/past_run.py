@@ -36,7 +36,7 @@ from nanorl.run.history import RunHistory
 from nanorl.run.manifest import Manifest
 from nanorl.run.missing_records import METRICS
 from nanorl.run.parse import with_options
-from nanorl.run.saved_models import find_models, named_options, read_run
+from nanorl.run.saved_models import evaluated_models, named_options, read_run
 from nanorl.task import Task, derive_seed
 from nanorl.types import Rollout, Status, TokenStats
 
@@ -308,9 +308,8 @@ class PastEvaluation(PastRun):
         super().__init__(folder, replace(config, out=folder, resume=True, store=""))
         self._temperature = about["temperature"]
         self._scratch = ExitStack()
-        if not Path(str(config.model)).exists():  # of a checkpoint: written for it alone
-            model = self._scratch.enter_context(find_models(found.title).folder())
-            self.config = replace(self.config, model=str(model))
+        model = self._scratch.enter_context(evaluated_models(config, found.title).folder())
+        self.config = replace(self.config, model=str(model))
 
     def close(self) -> None:
         super().close()

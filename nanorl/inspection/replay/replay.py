@@ -259,8 +259,9 @@ class SegmentReplay:
         for place in sorted({one.place for one in self._chosen}):
             then = self._run.manifest(place)
             result.changed |= changed_parts(then, self._manifest)
-            if then is None:
-                result.notes = ["the run recorded no manifest: what it ran on is not known"]
+            said = "the run recorded no manifest: what it ran on is not known"
+            if then is None and said not in result.notes:
+                result.notes.append(said)
 
     def _note_old_caches(self, result: ReplayResult) -> None:
         count = sum(has_old_cache(self._rollouts[one]) for one in self._chosen)

@@ -33,7 +33,7 @@ from nanorl.options.run_config import RunConfig
 from nanorl.options.run_kind import PICTURES, run_tokenizer
 from nanorl.options.store_address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.options.trust import readable, require
-from nanorl.run.saved_models import find_models, named_options, read_run, read_tokenizer
+from nanorl.run.saved_models import evaluated_models, named_options, read_run, read_tokenizer
 from nanorl.shown_pictures import RunPictures
 from nanorl.types import Rollout
 
@@ -203,10 +203,8 @@ class ViewedRun:
         """That of the model whose rollouts it has."""
         if not self.is_evaluation:
             return read_tokenizer(self.folder)
-        model = Path(str(self._config.model))
-        if not model.exists():  # a checkpoint's, written for that evaluation alone
-            model = find_models(self._json("eval.json")["title"]).base()
-        return run_tokenizer(self._config, model)
+        played = evaluated_models(self._config, self._json("eval.json")["title"])
+        return run_tokenizer(self._config, played.base() if played.is_checkpoint else played.place)
 
     @cached_property
     def _reader(self) -> TrajectoryReader:

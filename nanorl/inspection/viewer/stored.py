@@ -4,8 +4,6 @@
         chosen = Selection(outcome="wrong", order="longest", limit=100)
         entries, total = store.page(chosen.where(), order=chosen.order, limit=chosen.limit)
 
-A file is opened for reading alone: WAL lets a reader and the writer go on beside each other, and
-every question is one short transaction, so that the writer's checkpoints are not held up.
 Left out: searching in texts, which are tokens in the store (pages.py).
 """
 

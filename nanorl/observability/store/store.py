@@ -505,9 +505,11 @@ class RolloutStore:
 
 
 def open_for_reading(address: str | Path) -> RolloutStore:
-    """The store. One that an earlier version of this program wrote is brought to today's tables
-    first. StoreError where it is not there, or damaged, or would have to be brought to today's
-    tables and is a link: what it leads to may be no store at all."""
+    """The store, for reading alone: WAL lets a reader and the writer go on beside each other, and
+    every question is one short transaction, so that the writer's checkpoints are not held up. One
+    that an earlier version of this program wrote is brought to today's tables first. StoreError
+    where it is not there, or damaged, or would have to be brought to today's tables and is a link:
+    what it leads to may be no store at all."""
     try:
         return RolloutStore(address, is_read_only=True)
     except OldSchemaError:
