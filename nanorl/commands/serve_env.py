@@ -109,9 +109,10 @@ async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> N
     kit = AgentKit(config, folder)
     try:
         server = EnvServer(kit, limits, key, secret=kept_secret(config.cache_dir.expanduser()))
+        stop = _stop_signals()  # before anyone can know that it listens
         async with server.listening(options.host, options.port) as url:
             print(f"environment {kit.kind.name} at {url}", flush=True)
-            await _told_to_stop()
+            await stop.wait()
             print("stopped", flush=True)
     finally:
         kit.close()
@@ -134,13 +135,13 @@ def kept_secret(folder: Path) -> bytes:
         return b""
 
 
-async def _told_to_stop() -> None:
-    """Wait for Ctrl-C or SIGTERM; what the server holds is then given back in order."""
+def _stop_signals() -> asyncio.Event:
+    """Set by Ctrl-C or SIGTERM; what the server holds is then given back in order."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await stop.wait()
+    return stop
 
 
 def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:

@@ -452,3 +452,32 @@ def test_a_server_that_is_killed_fails_its_episodes_and_its_successor_plays_on(
     in_time(run())
     left = [one.name for one in scratch.iterdir()]
     assert len(left) == 1, f"{left}: a server that is killed leaves its folder, no other does"
+
+
+SIGNALLED = """
+import builtins, os, signal, sys
+from nanorl.cli import main
+
+say = builtins.print
+
+def say_and_be_stopped(*words, **options):
+    say(*words, **options)
+    if "at http://" in words[0]:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+builtins.print = say_and_be_stopped
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_who_is_told_the_address_may_stop_the_server_at_once(tmp_path: Path) -> None:
+    """A supervisor's signal may come before the server does anything after saying it."""
+    game = tmp_path / "game.py"
+    game.write_text(
+        "import nanorl\n\nclass Game(nanorl.Env):\n    data = [nanorl.Task('?', '1')]\n"
+    )
+    words = ["serve-env", str(game), "--workers", "0", "--port", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, *words], capture_output=True, text=True, timeout=250
+    )
+    assert (ended.returncode, ended.stdout[-8:]) == (0, "stopped\n"), ended.stderr
