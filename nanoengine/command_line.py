@@ -18,9 +18,11 @@ import re
 import select
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 WRONG = 2
 """The exit status of a message that begins with `error:`; tyro's and argparse's, too."""
@@ -64,7 +66,8 @@ def run_command(
     try:
         try:
             _require_working_folder()
-            return action()
+            with _plain_warnings():
+                return action()
         finally:
             if sys.stdout is not None:  # as where it was closed: `>&-`
                 sys.stdout.flush()  # here, where a reader that has left is no traceback
@@ -98,6 +101,23 @@ def _print_anything() -> None:
     what it lacks: what a model writes, or a path, is no reason to end a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for stderr
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Make one line of our warnings, without a place in the code; Python's own keep theirs."""
+    as_python_does = warnings.formatwarning
+
+    def formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+        if category is UserWarning:
+            return f"warning: {message}\n"
+        return as_python_does(message, category, *place)
+
+    warnings.formatwarning = formatted  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = as_python_does
 
 
 def _say(error: Exception) -> int:

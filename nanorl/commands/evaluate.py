@@ -265,7 +265,7 @@ def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[st
         "samples_per_task": samples,
         "temperature": sampling.temperature,
         "options": config.to_json(),
-        "git_commit": git_commit(Path(__file__).parent) or "unknown",
+        "git_commit": git_commit(Path(__file__).resolve().parents[2]) or "unknown",
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
     }

@@ -12,7 +12,6 @@ Next: dispatch.py (the thread that feeds the workers), opening.py (how the walls
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import weakref
 from collections.abc import Mapping
@@ -70,11 +69,6 @@ class SandboxPool:
         self._sessions_lock = threading.Lock()
         self._is_session_probed = False
         self.capabilities: Capabilities = opened.capabilities
-        if self.capabilities.memory == "watcher":
-            logging.getLogger(__name__).warning(
-                "no memory cgroup can be created: the sandbox watches memory itself, at least "
-                "every 50 ms, with at most 128 descriptors and 32 processes a program"
-            )
 
     async def run(
         self,

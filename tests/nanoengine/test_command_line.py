@@ -144,3 +144,23 @@ def test_a_program_is_called_as_its_user_can_call_it(
     (other / "nanorl").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{other}:{bin_}")
     assert program() == str(bin_ / "nanorl"), "another one comes first"
+
+
+def test_a_warning_of_ours_is_one_line_and_python_s_own_keep_their_place() -> None:
+    program = (
+        "import sys, warnings\n"
+        "from nanoengine.command_line import run_command\n"
+        "def work():\n"
+        "    warnings.warn('no compiler: install g++')\n"
+        "    warnings.warn('use the other', FutureWarning)\n"
+        "    return 0\n"
+        "run_command(work)\n"
+        "warnings.warn('after it')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    first, second, third = done.stderr.splitlines()[:3]
+    assert first == "warning: no compiler: install g++"
+    assert second == "<string>:5: FutureWarning: use the other"
+    assert third == "<string>:8: UserWarning: after it"

@@ -241,8 +241,9 @@ def peak_rss_bytes() -> int:
 
 def git_commit(folder: str | Path) -> str | None:
     """The commit of the checkout, with `-dirty` after changes; None outside of one, and where the
-    checkout around the folder does not hold its files (an environment in a project of its own)."""
-    git = ["git", "-C", str(folder)]
+    checkout around the folder does not hold its files (an environment in a project of its own).
+    Of a checkout whose root is the folder, the code that runs: there, its owner may be another."""
+    git = ["git", "-c", f"safe.directory={Path(folder).resolve()}", "-C", str(folder)]
     describe = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         for command in ([*git, "ls-files", "--error-unmatch", "."], describe):

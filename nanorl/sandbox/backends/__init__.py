@@ -41,6 +41,11 @@ BACKENDS: Mapping[str, str] = {
 }
 """Back ends beside bwrap, and their classes, in the file of that name."""
 
+_WATCHED = (
+    "no memory cgroup can be created: the sandbox watches memory itself, at least every 50 ms, "
+    "with at most 128 descriptors and 32 processes a program"
+)
+
 
 def open_sandbox(
     name: str,
@@ -61,9 +66,13 @@ def open_sandbox(
         from nanorl.sandbox.pool import SandboxPool  # here: other back ends need none of it
 
         try:
-            return SandboxPool(spec, num_workers, max_workers=max_workers)
+            pool = SandboxPool(spec, num_workers, max_workers=max_workers)
         except SandboxUnavailable as refusal:
             name = _instead_of_bwrap(name, spec, refusal)
+        else:
+            if pool.capabilities.memory == "watcher":
+                logging.getLogger(__name__).warning(_WATCHED)
+            return pool
     if name not in BACKENDS:
         raise ValueError(f"--sandbox {name}: must be one of auto, bwrap, {', '.join(BACKENDS)}")
     check_safety(name, allow_unsafe)

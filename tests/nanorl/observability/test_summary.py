@@ -118,7 +118,7 @@ def test_a_summary_is_synced_then_renamed_and_a_failure_leaves_the_old_one_alone
     assert read_summary(path) == GOOD
 
 
-def test_peak_memory_and_commit_are_facts(tmp_path):
+def test_peak_memory_and_commit_are_facts(tmp_path, monkeypatch):
     status = Path("/proc/self/status").read_text()
     kernel_kb = int(status.split("VmHWM:")[1].split()[0])
     assert abs(peak_rss_bytes() - kernel_kb * 1024) < 16 * 2**20
@@ -130,6 +130,15 @@ def test_peak_memory_and_commit_are_facts(tmp_path):
     subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
     subprocess.run([*git, "tag", "-a", "-m", "t", "v1"], check=True)
     assert git_commit(tmp_path) == (tmp_path / ".git/refs/heads/main").read_text().strip()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # another user runs the same code
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "code.py").touch()
+    subprocess.run([*git, "-c", f"safe.directory={tmp_path}", "add", "inside/code.py"], check=True)
+    commit = (tmp_path / ".git/refs/heads/main").read_text().strip()
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(inside) is None, "a stranger's settings could make git run programs"
+    monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
     installed = tmp_path / ".venv" / "site-packages"  # a wheel of ours, in somebody's project
     installed.mkdir(parents=True)
     (installed / "ours.py").touch()
