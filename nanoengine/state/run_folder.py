@@ -101,6 +101,12 @@ def _found(folder: Path, patterns: Sequence[str]) -> list[str]:
 def _made_folders(path: Path) -> list[Path]:
     """`make_folders`, of a run's folder."""
     try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"--out {path}: the name is not UTF-8, which safetensors needs; choose another"
+        ) from None
+    try:
         return make_folders(path)
     except OSError as error:
         raise ValueError(

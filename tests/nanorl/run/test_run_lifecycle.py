@@ -251,6 +251,12 @@ def test_a_folder_that_is_no_run_is_not_written_over(tmp_path: Path, name: str) 
     assert [one.name for one in theirs.iterdir()] == ["notes.txt"]
 
 
+def test_a_folder_whose_name_no_model_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--out .*: the name is not UTF-8"):
+        RunFolder(tmp_path / os.fsdecode(b"caf\xe9"), is_resumed=False)
+    assert not list(tmp_path.iterdir())
+
+
 def hold(path: Path, connection: Connection) -> None:
     with RunFolder(path, is_resumed=False) as folder:
         folder.begin({})
