@@ -13,6 +13,7 @@ from pathlib import Path
 from nanoengine.formats.sources import SMOLLM2, WheelModel
 from nanorl.options.presets import get_preset
 from nanorl.options.run_config import RunConfig
+from nanorl.run.cursor import run_and_place
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?$")
 _LICENCE = re.compile(r"""^license:\s*["']?([A-Za-z0-9._-]+)""", re.MULTILINE)
@@ -40,6 +41,11 @@ def model_source(config: RunConfig, folder: Path) -> ModelSource:
     """The source of a run's model, whose Hugging Face folder is `folder`."""
     given = config.model
     if given is None and get_preset(config.preset).build_model:
+        if config.fork:  # it has that run's model, whichever its own seed is
+            origin = Path(run_and_place(config.fork)[0].removesuffix(":best")).name
+            return ModelSource(
+                text=f"a small model of random weights, made for the run {origin}", name=origin
+            )
         return ModelSource(
             text=f"a small model of random weights, made for this run (seed {config.seed})",
             name=f"{config.preset}-seed{config.seed}",

@@ -63,6 +63,19 @@ def test_of_a_folder_or_a_file_only_the_name_leaves_this_machine(tmp_path: Path)
     assert file.name == "a.Q8_0" and "GGUF file a.Q8_0.gguf" in file.text
 
 
+@pytest.mark.parametrize("place", ["", "@4", ":best"])
+def test_a_fork_has_the_model_of_its_run_and_not_one_of_its_own_seed(
+    tmp_path: Path, place: str
+) -> None:
+    config = tiny()
+    alone = model_source(replace(config, seed=3), tmp_path / "model")
+    assert (alone.name, "seed 3" in alone.text) == ("tiny-seed3", True)
+    fork = replace(config, seed=7, fork=f"runs/first{place}")
+    source = model_source(fork, tmp_path / "model")
+    assert source.name == "first"
+    assert source.text == "a small model of random weights, made for the run first"
+
+
 def test_a_licence_is_read_from_the_head_of_a_card_alone(tmp_path: Path) -> None:
     assert licence_of(tmp_path) == ""
     (tmp_path / "README.md").write_text("license: mit\n")
