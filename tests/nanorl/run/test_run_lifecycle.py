@@ -252,7 +252,7 @@ def test_a_folder_that_is_no_run_is_not_written_over(tmp_path: Path, name: str) 
 
 
 def test_a_folder_whose_name_no_model_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--out .*: the name is not UTF-8"):
+    with pytest.raises(ValueError, match=r"--out .*: the name is not UTF-8"):
         RunFolder(tmp_path / os.fsdecode(b"caf\xe9"), is_resumed=False)
     assert not list(tmp_path.iterdir())
 
