@@ -39,7 +39,10 @@ _REMEDIES = {
     sqlite3.SQLITE_LOCKED: "another process is writing to it: stop that run, or use another --out",
     sqlite3.SQLITE_CORRUPT: "the file is damaged: move it away; the run can go on without it",
     sqlite3.SQLITE_NOTADB: "this is not a SQLite file: move it away, or use another --out",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that the folder exists and is writable",
+    sqlite3.SQLITE_CANTOPEN: (
+        "it cannot be opened: check that the folder exists and is writable (a killed run's log has "
+        "to be taken in: to only read it, copy the folder and read the copy)"
+    ),
     sqlite3.SQLITE_READONLY: "it is read-only: make the file and its folder writable",
     sqlite3.SQLITE_PERM: "no permission: make the file and its folder writable",
 }
