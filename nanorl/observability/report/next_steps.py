@@ -16,8 +16,9 @@ def next_steps(config: RunConfig) -> str:
     """After a finished run: look, talk to the model, measure it, train on or try another way."""
     run, nanorl = shlex.quote(str(config.run_dir)), program()
     more = max(2 * config.rl.steps, 1)
+    one = f" --env {_first_of(config)}" if isinstance(config.env, tuple) else ""
     lines = (
-        ("talk to it", f"{nanorl} chat {run}"),
+        ("talk to it", f"{nanorl} chat {run}{one}"),
         ("its rollouts", f"{nanorl} view {run}"),
         ("evaluate", f"{nanorl} eval {run} --k 8"),
         ("against before", f"{nanorl} compare {run}:before {run}"),
@@ -28,6 +29,13 @@ def next_steps(config: RunConfig) -> str:
         ),
     )
     return "\n".join(["next:", *(f"  {title:<15} {command}" for title, command in lines)])
+
+
+def _first_of(config: RunConfig) -> str:
+    """The name of a run's first environment of several: a chat is with one."""
+    from nanorl.options.env_mix import members_of  # few runs have several
+
+    return shlex.quote(next(iter(members_of(config))))
 
 
 def how_to_go_on(config: RunConfig, *, has_saved: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -37,6 +38,7 @@ from nanorl.inspection.doctor.checkup import check_run
 from nanorl.observability.report.comparison import PairedComparison
 from nanorl.observability.report.evaluation import Evaluation, evaluation_text
 from nanorl.observability.report.html import environments_section
+from nanorl.observability.report.next_steps import next_steps
 from nanorl.observability.report.summary import environment_lines
 from nanorl.options.env_mix import member_limits, members_of
 from nanorl.options.presets import tiny
@@ -439,6 +441,9 @@ def test_a_chat_is_with_one_of_them() -> None:
     assert (alone.env, alone.env_args, alone.env_weights) == (ECHO, ("most=9",), ())
     with pytest.raises(ValueError, match=r"\(none\): runs/x was trained in several.*Echo, back"):
         _one_of(config, "", "runs/x")
+    told = re.search(r"chat \S+ --env (\S+)\n", next_steps(config))
+    assert told is not None and told[1] in members_of(config), "what a run says next works"
+    assert " chat runs/tiny-seed0\n" in next_steps(tiny())
 
 
 # -- what is said of each ----------------------------------------------------------------------
