@@ -266,7 +266,7 @@ def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
 
     asyncio.run(run())
     assert len(said) == 1 and why in said[0] and said[0].startswith("--log wandb: not everything")
-    assert slowest_s < 5  # it would hang for minutes
+    assert slowest_s < 100  # it would hang for ten minutes
 
 
 def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:
