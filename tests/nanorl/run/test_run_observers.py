@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import turns
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.stop_signals import Interrupted
+from nanorl.distributed.roles.inline_roles import InlineRoles
 from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.observability.results import StepResult
@@ -211,6 +213,24 @@ def test_a_warm_start_that_is_interrupted_ends_at_the_same_step(
     nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
     assert 0 < len(witnesses[-1].warm_losses) < 9, "it went on where it was"
     assert totals_of(tmp_path / "run") == whole
+
+
+def test_a_run_that_is_interrupted_while_its_roles_close_closes_them_and_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = InlineRoles.close_loop, []
+
+    async def interrupted(self: InlineRoles) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await turns(3)
+        await close(self)
+        closed.append(self)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(InlineRoles, "close_loop", interrupted)
+        nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "run", options=OPTIONS)
+    assert closed
+    nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
 
 
 def totals_of(run: Path) -> tuple[float, float]:
