@@ -121,7 +121,8 @@ def run_until_done(
                 run_to_end(run.execute())
                 return run.state
             except FAULTS as error:
-                if not restarts.allow(error, run.state):
+                # A fault that meets Ctrl-C may be all that is seen of the two.
+                if run.is_asked_to_stop or not restarts.allow(error, run.state):
                     if isinstance(error, RoleLost):
                         raise
                     raise _told(error) from error

@@ -48,7 +48,13 @@ class Run:
     ) -> None:
         """`goes_on` says whether a run that ends with an error begins again by itself; `is_program`
         whether its process ends with it (StopSignals)."""
-        self.state = RunState(parts, roles, live, lambda error: goes_on(error, self.state))
+        self.is_asked_to_stop = False
+        self.state = RunState(
+            parts,
+            roles,
+            live,
+            lambda error: not self.is_asked_to_stop and goes_on(error, self.state),
+        )
         self.checkpoints = RunCheckpoints(self.state)
         self._phases = make_phases(self.state, self.checkpoints)
         roles.say = live.say
@@ -64,8 +70,13 @@ class Run:
         loop, roles = asyncio.get_running_loop(), self.state.roles
         current = asyncio.current_task()
         assert current is not None
+
+        def stop() -> None:
+            self.is_asked_to_stop = True
+            loop.call_soon_threadsafe(current.cancel)
+
         with StopSignals(
-            on_stop=lambda: loop.call_soon_threadsafe(current.cancel),
+            on_stop=stop,
             say=lambda answer: loop.call_soon_threadsafe(self.state.live.say, answer),
             is_program=self._is_program,
         ):

@@ -17,12 +17,14 @@ import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.stop_signals import Interrupted
 from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.distributed.roles.role import RoleLost
 from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.observability.results import StepResult
 from nanorl.run import state
 from nanorl.run.kept_records import KeptWeights
 from nanorl.run.observers import Observers, make_observers
+from nanosched import WorkerDied
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "save_every": 1},
@@ -213,6 +215,19 @@ def test_a_warm_start_that_is_interrupted_ends_at_the_same_step(
     nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
     assert 0 < len(witnesses[-1].warm_losses) < 9, "it went on where it was"
     assert totals_of(tmp_path / "run") == whole
+
+
+def test_a_run_that_fails_as_it_is_interrupted_does_not_begin_again(
+    tmp_path: Path, witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(self: Witness, step: StepResult) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise WorkerDied("a role died")
+
+    monkeypatch.setattr(Witness, "on_step", interrupted)
+    with pytest.raises(RoleLost, match=r"a role died.* go on with --resume"):
+        nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=OPTIONS)
+    assert len(witnesses) == 2, "of one attempt"
 
 
 def test_a_run_that_is_interrupted_while_its_roles_close_closes_them_and_is_stopped(
