@@ -44,10 +44,15 @@ class StopSignals:
         self,
         on_stop: Callable[[], object] | None = None,
         say: Callable[[str], object] = say_on_stderr,
+        *,
+        is_program: bool = False,
     ) -> None:
-        """Both are called inside the signal handler: `on_stop` once, `say` with each answer."""
+        """Both are called inside the signal handler: `on_stop` once, `say` with each answer. A
+        program that was asked to stop answers until its end, which a later signal would else cut
+        short; a library gives the signals back."""
         self._on_stop = on_stop
         self._say = say
+        self._is_program = is_program
         self._num_signals = 0
         self._before: dict[int, Any] = {}
 
@@ -61,6 +66,9 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_program and self.is_asked:
+            self._say = say_on_stderr  # whoever said it until now may be gone
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

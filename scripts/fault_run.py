@@ -280,7 +280,7 @@ class DisturbedRun:
             self.driver.kill()
             return self.driver.wait()
 
-    def leftovers(self, limit_s: float = 2.0) -> dict[str, list[str]]:
+    def leftovers(self, limit_s: float = 60.0) -> dict[str, list[str]]:
         """After the driver's end: names of what is left, by kind. Processes have so long to go."""
         deadline_s = time.monotonic() + limit_s
         while (left := self.left_processes()) and time.monotonic() < deadline_s:

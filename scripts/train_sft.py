@@ -49,7 +49,7 @@ async def train_on_ranks(config: SftConfig) -> None:
         ranks = sched.group(SftRank, places, num_cpus=0, num_gpus=int(is_gpu))
         await start_ranks(ranks)
         ask = lambda: loop.call_soon_threadsafe(ranks.call, SftRank.stop)  # noqa: E731
-        with StopSignals(on_stop=ask):
+        with StopSignals(on_stop=ask, is_program=True):
             is_finished = await results(ranks, ranks.call(SftRank.take_steps))
         await results(ranks, ranks.call(SftRank.finish))
     if not all(is_finished):
@@ -76,7 +76,7 @@ def main() -> int:
         if config.world > 1 and "RANK" not in os.environ:
             launch(config)
         else:
-            SftRun(config).train()
+            SftRun(config).train(is_program=True)
         return 0
     except Interrupted:
         command = f"bash scripts/train_sft.sh --resume --out {config.out}"

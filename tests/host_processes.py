@@ -1,5 +1,7 @@
-"""What tests ask about processes of this machine."""
+"""What tests ask about processes of this machine, and tell them."""
 
+import os
+import signal
 from pathlib import Path
 
 
@@ -11,3 +13,14 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def signal_group(leader: int, *numbers: signal.Signals) -> None:
+    """Send them to all processes of a group. The leader stands still until all are sent: it would
+    else end at the first of them before a late second one."""
+    os.kill(leader, signal.SIGSTOP)
+    try:
+        for number in numbers:
+            os.killpg(leader, number)
+    finally:
+        os.kill(leader, signal.SIGCONT)

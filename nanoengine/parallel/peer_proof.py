@@ -12,6 +12,8 @@ making the group fails; whoever made it makes another one.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,16 +59,27 @@ class _Exchange:
 
     def run(self, messages: dict[int, bytes], length: int) -> dict[int, bytes]:
         into = {peer: torch.empty(length, dtype=torch.uint8) for peer in self._peers}
-        received = {peer: self._group.recv([into[peer]], peer, _TAG) for peer in self._peers}
         out = {peer: _tensor(messages[peer]) for peer in self._peers}
-        sent = {peer: self._group.send([out[peer]], peer, _TAG) for peer in self._peers}
+        received, sent = dict[int, Any](), dict[int, Any]()
         for peer in self._peers:
-            try:
+            with self._expecting(peer):
+                received[peer] = self._group.recv([into[peer]], peer, _TAG)
+        for peer in self._peers:
+            with self._expecting(peer):
+                sent[peer] = self._group.send([out[peer]], peer, _TAG)
+        for peer in self._peers:
+            with self._expecting(peer):
                 sent[peer].wait(self._limit)
                 received[peer].wait(self._limit)
-            except RuntimeError as error:
-                raise _stranger(peer, f"did not prove in {self._limit}") from error
         return {peer: tensor.numpy().tobytes() for peer, tensor in into.items()}
+
+    @contextmanager
+    def _expecting(self, peer: int) -> Iterator[None]:
+        """One that has left by now is refused by `recv` and `send` themselves."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _stranger(peer, f"did not prove in {self._limit}") from error
 
 
 def _tensor(message: bytes) -> Tensor:

@@ -122,10 +122,11 @@ class SftRun:
         if self.is_first:
             self.run_folder.close()
 
-    def train(self) -> None:
-        """All steps that are left, then the export. Raises `Interrupted` after saving on Ctrl-C."""
+    def train(self, *, is_program: bool = False) -> None:
+        """All steps that are left, then the export. Raises `Interrupted` after saving on Ctrl-C.
+        `is_program` as in StopSignals."""
         try:
-            with StopSignals() as signals:
+            with StopSignals(is_program=is_program) as signals:
                 self.take_steps(lambda: signals.is_asked)
             self.export()
         finally:

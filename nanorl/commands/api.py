@@ -18,6 +18,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,6 +225,7 @@ class _Apart:
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
+        self._is_asked_to_stop = False
         self._thread = threading.Thread(target=self._run, name="nanorl run")
         self._thread.start()
 
@@ -233,16 +235,21 @@ class _Apart:
             try:
                 self._thread.join(timeout=1.0)  # without a limit no signal would be seen
             except KeyboardInterrupt:
-                self._loop.call_soon_threadsafe(self._stop)
+                with suppress(RuntimeError):  # the loop is closed: the thread is about to end
+                    self._loop.call_soon_threadsafe(self._stop)
         if self._error is not None:
             raise self._error
 
     def _stop(self) -> None:
+        self._is_asked_to_stop = True
         if self._task is not None:
             self._task.cancel()
 
     def _run(self) -> None:
         async def main() -> None:
+            if self._is_asked_to_stop:  # before there was anything to save
+                self._work.close()
+                raise KeyboardInterrupt
             self._task = asyncio.ensure_future(self._work)
             await self._task
 

@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 
 
 def run_training(
-    config: RunConfig, *, env: object = None, run_to_end: RunToEnd = asyncio.run
+    config: RunConfig,
+    *,
+    env: object = None,
+    run_to_end: RunToEnd = asyncio.run,
+    is_program: bool = False,
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Train. Returns the options with what was chosen for this machine, and the summary.
 
-    `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
+    `env` is an environment given as an object; `run_to_end` runs a coroutine to its end;
+    `is_program` says that this process is there for the run, and ends with it.
     """
     import torch  # here, and what imports it, so that a wrong flag is answered at once
 
@@ -76,7 +81,8 @@ def run_training(
             return roles
 
         title = f"{config.preset}, seed {config.seed}"
-        summary = write_outcome(run_until_done(parts, first_roles, title, run_to_end))
+        state = run_until_done(parts, first_roles, title, run_to_end, is_program=is_program)
+        summary = write_outcome(state)
     return config, summary
 
 
@@ -100,7 +106,7 @@ def first_lines(parts: Parts, walls: str) -> list[str]:
 
 def train(config: RunConfig) -> int:
     """Train, and say what came of it."""
-    config, summary = run_training(config)
+    config, summary = run_training(config, is_program=True)
     report(config, summary)
     return 0
 

@@ -102,20 +102,27 @@ def _told(error: Exception) -> RoleLost:
 
 
 def run_until_done(
-    parts: Parts, first: Callable[[], Roles], title: str, run_to_end: RunToEnd
+    parts: Parts,
+    first: Callable[[], Roles],
+    title: str,
+    run_to_end: RunToEnd,
+    *,
+    is_program: bool = False,
 ) -> RunState:
     """Run all phases, again from the newest checkpoint where that may help. `first` gives the roles
-    of the first attempt; those of every attempt are closed. Raises what ended the run."""
+    of the first attempt; those of every attempt are closed. Raises what ended the run. `is_program`
+    as in `Run`."""
     restarts = Restarts(parts.config.monitor.restarts)
     roles = first()
     with LiveView(title) as live:
         while True:
             try:
-                run = Run(parts, roles, live, goes_on=restarts.allow)
+                run = Run(parts, roles, live, goes_on=restarts.allow, is_program=is_program)
                 run_to_end(run.execute())
                 return run.state
             except FAULTS as error:
-                if not restarts.allow(error, run.state):
+                # A fault that meets Ctrl-C may be all that is seen of the two.
+                if run.is_asked_to_stop or not restarts.allow(error, run.state):
                     if isinstance(error, RoleLost):
                         raise
                     raise _told(error) from error

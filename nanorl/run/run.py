@@ -43,13 +43,23 @@ class Run:
         roles: Roles,
         live: LiveView,
         goes_on: Callable[[BaseException, RunState], bool] = lambda *_: False,
+        *,
+        is_program: bool = False,
     ) -> None:
-        """`goes_on` says whether a run that ends with an error begins again by itself."""
-        self.state = RunState(parts, roles, live, lambda error: goes_on(error, self.state))
+        """`goes_on` says whether a run that ends with an error begins again by itself; `is_program`
+        whether its process ends with it (StopSignals)."""
+        self.is_asked_to_stop = False
+        self.state = RunState(
+            parts,
+            roles,
+            live,
+            lambda error: not self.is_asked_to_stop and goes_on(error, self.state),
+        )
         self.checkpoints = RunCheckpoints(self.state)
         self._phases = make_phases(self.state, self.checkpoints)
         roles.say = live.say
         self._has_to_restore = parts.config.resume or bool(parts.config.fork)
+        self._is_program = is_program
         self._has_model = False  # the trained model is in its folder: nothing is left to do
         self._has_started = False  # its roles are there: without them nothing can be saved
         self._furthest_loss = (-1, -1)  # the phase's number and step
@@ -60,9 +70,15 @@ class Run:
         loop, roles = asyncio.get_running_loop(), self.state.roles
         current = asyncio.current_task()
         assert current is not None
+
+        def stop() -> None:
+            self.is_asked_to_stop = True
+            loop.call_soon_threadsafe(current.cancel)
+
         with StopSignals(
-            on_stop=lambda: loop.call_soon_threadsafe(current.cancel),
+            on_stop=stop,
             say=lambda answer: loop.call_soon_threadsafe(self.state.live.say, answer),
+            is_program=self._is_program,
         ):
             try:
                 async with self.state.observers:
@@ -76,7 +92,15 @@ class Run:
                 await to_the_end(self._save_and_stop())
                 raise Interrupted from None
             finally:
-                await roles.close_loop()
+                await self._close_loop()
+
+    async def _close_loop(self) -> None:
+        """Give back what the roles hold of the loop, all of it; Ctrl-C that comes only now stops a
+        run, too."""
+        try:
+            await to_the_end(self.state.roles.close_loop())
+        except asyncio.CancelledError:
+            raise Interrupted from None
 
     async def _require_own_store(self) -> None:
         """A new run's store is empty, wherever it is: a resumed run forgets the steps after its

@@ -43,6 +43,7 @@ PATIENT_TICKS = 2  # before it is told to go on
 SAY_S = 5.0
 """So long the driver waits to hear how a process ended: on a busy machine that is told late."""
 LOOK_S = 0.05  # how often it looks meanwhile whether that is stopped, and will say nothing
+DRIVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # a terminal or a supervisor tells every process
 # The kernel's order to end with its parent belongs to the thread that started it: where that is not
 # the main one, which lives as long as its process, the thread may end before the driver does.
 PROGRAM = """
@@ -66,7 +67,6 @@ class ForkServer:
             if importlib.util.find_spec(name.partition(".")[0]) is None:
                 raise ValueError(f"preload={name!r}: no module of that name can be imported")
         ours, theirs = pair()
-        ours.setblocking(False)
         program = PROGRAM.format(
             path=sys.path,
             argv=sys.argv,
@@ -76,11 +76,16 @@ class ForkServer:
             preload=tuple(preload),
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        self._process = subprocess.Popen(
-            [sys.executable, *flags, "-c", program],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
+        # Held back until `main` can leave them to the driver: earlier they would end the server.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, DRIVERS_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._channel = Channel(ours, Pool())
         self._exits: dict[int, int] = {}
@@ -92,6 +97,14 @@ class ForkServer:
 
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    def set_waiting(self, wants_write: Callable[[bool], None]) -> None:
+        """As a channel's: a server that is busy with imports takes some hundred questions."""
+        self._channel.set_waiting(wants_write)
+
+    def flush(self) -> None:
+        """Ask what its socket did not take before."""
+        self._channel.flush()
 
     def fork(self, actor_id: int, environment: dict[str, str], worker_socket: int) -> None:
         """Ask for a process; `forked` tells when there is one."""
@@ -179,6 +192,7 @@ def main(fd: int, driver_pid: int, preload: Sequence[str]) -> None:
     """The program of the fork server: until the driver closes its end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to act on
     signal.signal(signal.SIGTERM, _leave_it_to_the_driver)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVERS_SIGNALS)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     try:

@@ -274,8 +274,10 @@ class LocalBackend:
             self._ticker.stop()
         self._serve_server(self._server)
 
-    def _serve_server(self, server: ForkServer, _: int = 0) -> None:
+    def _serve_server(self, server: ForkServer, events: int = 0) -> None:
         """Processes that were started; then, that it has ended."""
+        if events & select.EPOLLOUT:
+            server.flush()
         for actor_id, pid, pidfd in server.forked():
             actor = self._actors[actor_id]
             actor.is_forking = False
@@ -538,9 +540,11 @@ class LocalBackend:
         for actor in self._actors.values():
             if actor.connection is not None:
                 actor.connection.channel.tidy()
-        for fd, events in self._epoll.poll(timeout_s):
-            handler = self._handlers.get(fd)
-            if handler is not None:  # an earlier one of these events may have ended it
+        found = self._epoll.poll(timeout_s)
+        handlers = [self._handlers.get(fd) for fd, _ in found]
+        for (fd, events), handler in zip(found, handlers, strict=True):
+            # An earlier one of these events may have ended it, and its number be another's now.
+            if handler is not None and self._handlers.get(fd) is handler:
                 handler(events)
 
     def _attach(self) -> None:
@@ -558,13 +562,14 @@ class LocalBackend:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
-    def _want_write(self, channel: Channel, is_wanted: bool) -> None:
+    def _want_write(self, channel: Channel | ForkServer, is_wanted: bool) -> None:
         if channel.fileno() in self._handlers:
             events = select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0)
             self._epoll.modify(channel.fileno(), events)
 
     def _start_server(self) -> ForkServer:
         server = ForkServer(self._preload)
+        server.set_waiting(partial(self._want_write, server))
         self._watch(server.fileno(), partial(self._serve_server, server))
         return server
 

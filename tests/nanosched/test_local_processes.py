@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from waiting import eventually, wait_until
 
 from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
 from nanosched.local import forkserver, process_backend
+from nanosched.local.channel import pair
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # nothing here takes long; a machine under load may
@@ -35,6 +37,12 @@ pytestmark = pytest.mark.xdist_group("actors")
 def sched() -> Iterator[Scheduler]:
     with Scheduler(backend="local", resources=MACHINE, preload=["local_actors"]) as scheduler:
         yield scheduler
+
+
+@pytest.fixture(autouse=True)
+def _patient_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a process ended is asserted here: the driver waits to hear it for as long as a test."""
+    monkeypatch.setattr(process_backend, "SAY_S", LIMIT_S)
 
 
 def num_files(pid: int) -> int:
@@ -281,6 +289,68 @@ def test_the_death_of_the_fork_server_costs_no_actor_a_restart(
         os.kill(pid, signal.SIGKILL)
     deaths = [sched.get(sched.death(actor), timeout_s=LIMIT_S) for actor in actors]
     assert all(death.endswith("was killed by signal 9") for death in deaths)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_ends_no_fork_server_that_has_just_been_started(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the server has said whose signals these are."""
+    told = f"import signal; signal.raise_signal({int(number)})\n"
+    monkeypatch.setattr(forkserver, "PROGRAM", told + forkserver.PROGRAM)
+    with Scheduler(backend="local", resources=MACHINE, preload=["local_actors"]) as sched:
+        assert sched.get(sched.actor(Worker).remote().add.remote(), timeout_s=LIMIT_S) == 1
+        assert sched.num_server_deaths == 0
+
+
+def test_actors_start_that_the_socket_of_a_busy_fork_server_had_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    (tmp_path / "slow_module.py").write_text(
+        "import pathlib, time\n"
+        f"while not pathlib.Path({str(go)!r}).exists():\n"
+        "    time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def narrow_pair() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least: some five questions
+        return ours, theirs
+
+    monkeypatch.setattr(forkserver, "pair", narrow_pair)
+    with Scheduler(backend="local", resources=MACHINE, preload=["slow_module"]) as sched:
+        workers = [sched.actor(Worker, num_cpus=0).remote() for _ in range(12)]
+        go.touch()
+        assert sched.get([one.add.remote() for one in workers], timeout_s=LIMIT_S) == [1] * 12
+
+
+def test_an_event_of_a_closed_file_is_none_of_the_file_that_got_its_number(
+    sched: Scheduler,
+) -> None:
+    """Both are of one poll, as after a driver stood still: else a living actor would be buried."""
+    backend = sched._backend
+    assert isinstance(backend, process_backend.LocalBackend)
+    (first, tell_first), (second, tell_second), (quiet, _) = pipes = [os.pipe() for _ in range(3)]
+    handled: list[str] = []
+
+    def end_second(_: int) -> None:
+        backend._unwatch(first)
+        backend._unwatch(second)
+        os.dup2(quiet, second)  # closes what it was
+        backend._watch(second, lambda _: handled.append("the next one"))
+        handled.append("first")
+
+    backend._watch(first, end_second)
+    backend._watch(second, lambda _: handled.append("second"))
+    for tell in (tell_first, tell_second):
+        os.write(tell, b"x")
+    backend._poll(LIMIT_S)
+    backend._unwatch(second)
+    for number in (one for pipe in pipes for one in pipe):
+        os.close(number)
+    assert handled == ["first"]
 
 
 IMPORTING_DRIVER = """

@@ -92,7 +92,8 @@ class RunSpans(RunObserver):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Send the run's own span; wait for what is under way, within the time limit."""
+        """Send the run's own span; wait for what is under way, within the time limit. The process
+        goes also where somebody will not wait (Ctrl-C)."""
         if self._line is None or self._scheduler is None:
             return
         # Here: few runs need it, and it imports an extra.
@@ -106,8 +107,10 @@ class RunSpans(RunObserver):
             "run", (self._root, 0), (self._start_ns, time.time_ns()), about, error=_why(error)
         )
         self._line.send(SpanProcess.finish)
-        await self._line.drain(self._finish_s)
-        self._scheduler.close()
+        try:
+            await self._line.drain(self._finish_s)
+        finally:
+            self._scheduler.close()
 
     async def on_phase(self, phase: PhaseBegun) -> None:
         self._phase, self._phase_start_ns = new_span_id(), time.time_ns()

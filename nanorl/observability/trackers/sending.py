@@ -78,12 +78,15 @@ class Trackers(RunObserver):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Wait for what is under way, within the time limit; then the processes go."""
-        for line in self._lines:
-            line.send(TrackerProcess.finish)
-        await asyncio.gather(*(line.drain(self._finish_s) for line in self._lines))
-        if self._scheduler is not None:
-            self._scheduler.close()
+        """Wait for what is under way, within the time limit; then the processes go, also where
+        somebody will not wait (Ctrl-C)."""
+        try:
+            for line in self._lines:
+                line.send(TrackerProcess.finish)
+            await asyncio.gather(*(line.drain(self._finish_s) for line in self._lines))
+        finally:
+            if self._scheduler is not None:
+                self._scheduler.close()
 
     async def on_warm_step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.log(step, {WARM_START: numbers})

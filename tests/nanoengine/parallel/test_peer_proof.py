@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,8 +65,8 @@ def two_ranks(
     return found
 
 
-def make_mesh(rank: int, store: dist.Store) -> Any:
-    mesh = Mesh(Layout(tp=2), rank, store, name="m", host=LOOPBACK, timeout_s=5)
+def make_mesh(rank: int, store: dist.Store, timeout_s: float = 60) -> Any:
+    mesh = Mesh(Layout(tp=2), rank, store, name="m", host=LOOPBACK, timeout_s=timeout_s)
     total = torch.ones(1)
     mesh.all_reduce("tp", total)
     return total.item()
@@ -99,7 +100,7 @@ def test_a_stranger_in_a_ranks_place_is_found_before_anything_goes_over(
     said: bytes | None,
 ) -> None:
     with Stranger() as stranger:
-        found = two_ranks(stranger, said, make_mesh)
+        found = two_ranks(stranger, said, partial(make_mesh, timeout_s=5))
         assert all(isinstance(error, dist.DistNetworkError) for error in found), found
         assert any("does not know the key of this group" in str(error) for error in found), found
         # A nonce and a proof for nobody else: nothing that the ranks meant to say.
@@ -199,6 +200,28 @@ def proved(alter: Callable[[int, int, int, bytes], bytes], size: int = 3) -> lis
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, range(size)))
+
+
+@pytest.mark.parametrize("refused", ["recv", "send"])
+def test_a_rank_that_has_left_before_another_begins_to_prove_is_told_as_one_that_is_lost(
+    refused: str,
+) -> None:
+    """gloo refuses to receive from it or to send to it, and not only to wait for that."""
+
+    class Left:
+        def recv(self, *_: Any) -> _Work:
+            return self._answer("recv")
+
+        def send(self, *_: Any) -> _Work:
+            return self._answer("send")
+
+        def _answer(self, name: str) -> _Work:
+            if name == refused:
+                raise RuntimeError("Connection closed by peer")
+            return _Work(lambda: None)
+
+    with pytest.raises(dist.DistNetworkError, match="rank 1: whoever is connected"):
+        prove_peers(Left(), dist.HashStore(), 0, 2, timedelta(seconds=1))
 
 
 def test_every_pair_of_ranks_proves_itself_and_nobody_elses_proof_will_do() -> None:

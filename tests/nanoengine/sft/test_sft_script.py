@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from host_processes import signal_group
 from waiting import eventually, wait_until
 
 from nanoengine.formats.hf import hf_views, load_model
@@ -283,8 +284,8 @@ def test_signals_to_all_of_several_processes_save_once_and_end_them(
 ) -> None:
     out = tmp_path / "run"
     program = start_ranks(folder, chats, out)
-    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process, and so does
-    os.killpg(program.pid, signal.SIGTERM)  # whoever ends a job
+    # A terminal tells every process, and so does whoever ends a job.
+    signal_group(program.pid, signal.SIGINT, signal.SIGTERM)
     _, errors = program.communicate(timeout=120)
     assert program.returncode == 130, errors
     assert errors.count("stopping after this step") == 1 and "Traceback" not in errors, errors

@@ -15,6 +15,7 @@ import pytest
 
 import nanorl
 from nanoengine.stop_signals import Interrupted
+from nanorl.commands import api
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "warm_start.steps": 0, "rl.tasks_per_step": 1},
@@ -65,6 +66,36 @@ def test_in_a_notebook_whose_loop_is_running(tmp_path: Path) -> None:
         )
 
     assert asyncio.run(cell()).folder == tmp_path / "run" and seen
+
+
+def test_ctrl_c_before_the_thread_of_a_cells_run_has_begun_it_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a notebook, whose loop runs already, a run has a thread of its own."""
+    may_begin = threading.Event()
+
+    class LateRunner(asyncio.Runner):
+        def run(self, *args: Any, **options: Any) -> Any:
+            assert may_begin.wait(60)
+            return super().run(*args, **options)
+
+    join, calls = threading.Thread.join, []
+
+    def interrupted_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        calls.append(thread)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        may_begin.set()
+        join(thread, timeout)
+
+    async def work() -> None:
+        raise AssertionError("it began all the same")
+
+    monkeypatch.setattr(asyncio, "Runner", LateRunner)
+    monkeypatch.setattr(threading.Thread, "join", interrupted_join)
+    with pytest.raises(KeyboardInterrupt):
+        api._Apart(work()).wait()
+    assert len(calls) >= 2
 
 
 PROGRAM = """

@@ -10,16 +10,41 @@ import torch
 
 from nanoinfer.params import Output, SamplingParams
 from nanorl.distributed.roles.replica_clients import ActorClient
-from nanorl.distributed.roles.replica_role import Replica
+from nanorl.distributed.roles.replica_role import Replica, ReplicaRecipe, Seat
 from nanorl.distributed.roles.router import Router
 from nanosched import ActorHandle
 
 
 class MortalReplica(Replica):
-    """A replica that says whom to kill."""
+    """A replica that says whom to kill. Once it has sampled so many tokens it samples no more, so
+    that its requests stay for whoever strikes it while it has some, however late; 0: it goes on."""
+
+    def __init__(
+        self, recipe: ReplicaRecipe, *, seat: Seat | None = None, pauses_at: int = 0
+    ) -> None:
+        super().__init__(recipe, seat=seat)
+        self._pauses_at = pauses_at
+        self._pausing: asyncio.Task[None] | None = None
 
     def pid(self) -> int:
         return os.getpid()
+
+    async def generate(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        name: str | None = None,
+        sampled: Output | None = None,
+    ) -> Output:
+        if self._pauses_at and self._pausing is None:
+            self._pausing = asyncio.create_task(self._pause())
+        return await super().generate(ids, params, name, sampled)
+
+    async def _pause(self) -> None:
+        """The steps are driven by this loop, too: none or one goes by unseen."""
+        while self.metrics()["sampled_tokens"] < self._pauses_at:
+            await asyncio.sleep(0)
+        await self._generator.pause()
 
 
 class Asker:

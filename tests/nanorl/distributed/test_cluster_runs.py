@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
+from paced_run import Pace
 from run_outcomes import differences, rollouts
 from serving import KEY, serve
 
@@ -63,10 +64,13 @@ def start(folder: Path, model: Path) -> Iterator[Start]:
     """Starts a run called `name`; none outlives the test."""
     started: list[RunProcess] = []
 
-    def start(name: str, *arguments: str, slow: Slow | None = None) -> RunProcess:
+    def start(
+        name: str, *arguments: str, slow: Slow | None = None, pace: Pace | None = None
+    ) -> RunProcess:
         fresh = ("--model", str(model)) if "--resume" not in arguments else ()
-        log = folder / f"{name}.log"
-        run = RunProcess(log, *arguments, *fresh, "--out", str(folder / name), slow=slow)
+        log, out = folder / f"{name}.log", ("--out", str(folder / name))
+        prepare = None if pace is None else pace.keep
+        run = RunProcess(log, *arguments, *fresh, *out, slow=slow, prepare=prepare)
         started.append(run)
         return run
 
@@ -244,18 +248,21 @@ def test_replicas_come_and_go_while_a_run_trains(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One goes while it holds a request, which a newcomer then serves with the current weights."""
-    run = folder / "elastic"
+    run, pace = folder / "elastic", Pace(folder / "elastic.pace")
     held = Slow(update=22, seconds=60, marker=folder / "held.marker", is_request=True)
-    process = start("elastic", *PLAIN, *LOCAL, *WATCHED, "--rl.steps", str(LONG), slow=held)
+    many = ("--rl.steps", str(LONG))
+    pace.allow(LONG)
+    process = start("elastic", *PLAIN, *LOCAL, *WATCHED, *many, slow=held, pace=pace)
     process.await_file(held.marker)
     num_done = len(rows(run))
     assert num_done > 0
+    pace.allow(num_done + 1)  # the step that waits for what is held, and no other
     scale(run, "--replicas", "3")
     assert replicas(run) == ["replica-0", "replica-1", "replica-2"]
     scale(run, "--remove", "replica-0")
     scale(run, "--replicas", "3")
     assert replicas(run) == ["replica-1", "replica-2", "replica-3"]
-    # Until a step has ended with three: how many went by while the third was started, time decides.
+    pace.allow(num_done + 3)
     process.await_true(lambda: status(run).get("metrics", {}).get("num_replicas") == 3)
     scale(run, "--replicas", "1")
     assert replicas(run) == ["replica-1"]
@@ -264,6 +271,7 @@ def test_replicas_come_and_go_while_a_run_trains(
     assert counters["num_failed_total"] == 0
     assert cli.main(["scale", "--run", str(run), "--replicas", "0"]) == 2
     assert "replicas=0: at least one" in capsys.readouterr().err
+    pace.allow(LONG)
     finish(process)
     assert differences(run, inline["long"]) == []
     metrics = rows(run)
@@ -277,8 +285,9 @@ def test_replicas_come_and_go_while_a_run_trains(
 def test_a_server_that_somebody_else_started_serves_a_run(
     inline: dict[str, Path], start: Start, folder: Path, model: Path
 ) -> None:
-    run, key = folder / "served", folder / "key"
+    run, key, pace = folder / "served", folder / "key", Pace(folder / "served.pace")
     key.write_text(KEY)
+    pace.allow(7)
     options = parsed(*PLAIN, "--model", str(model), "--out", str(run))
     recipe = ReplicaRecipe(
         folder=model, dtype=DTYPES[options.dtype], infer=Parts(options).infer_config()
@@ -291,6 +300,7 @@ def test_a_server_that_somebody_else_started_serves_a_run(
             *(*PLAIN, *LOCAL, *WATCHED, "--rl.steps", str(LONG), "--cluster.transport", "disk"),
             *("--rollout.addresses", address, "--rollout.api-key-file", str(key)),
             slow=slow,
+            pace=pace,
         )
         process.await_file(slow.marker)
         assert served.engine.metrics()["sampled_tokens"] > 0
@@ -303,7 +313,7 @@ def test_a_server_that_somebody_else_started_serves_a_run(
         assert served.engine.metrics() == before
         scale(run, "--add", address)
         assert replicas(run) == ["replica-0", "server-2"]
-        # Steps may have gone by while it was taken in, which say nothing of it.
+        pace.allow(LONG)
         process.await_true(
             lambda: served.engine.metrics()["sampled_tokens"] > before["sampled_tokens"]
         )

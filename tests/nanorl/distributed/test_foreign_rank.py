@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import split_replica_cases as cases
 from forked_runs import SMALL, RunProcess
+from paced_run import Pace
 from pool import PRELOAD
 from strangers import (
     Stranger,
@@ -26,6 +27,7 @@ from tiny_text import save_folder
 
 from nanoengine.parallel.rendezvous import open_store
 
+NUM_MEETINGS = 4  # at least: the stores of trainer and replica, and gloo's listeners
 SPLIT = ("--cluster.backend", "local", "--rollout.tp", "2", "--learner.tp", "2")
 
 
@@ -58,18 +60,23 @@ def test_a_run_of_split_roles_goes_on_while_another_user_is_at_all_its_meetings(
 ) -> None:
     out, marker = tmp_path / "run", tmp_path / "taken"
     seen: set[int] = set()
+    pace = Pace(tmp_path / "pace")
+    pace.allow(1)
     with Stranger() as stranger:
-        run = RunProcess(tmp_path / "log", *SMALL, *SPLIT, "--out", str(out))
+        options = (*SMALL, *SPLIT, "--out", str(out))
+        run = RunProcess(tmp_path / "log", *options, prepare=pace.keep)
         assert run.process.pid is not None
         while run.process.is_alive():
             for port in listening_ports(run.process.pid) - seen:
                 seen.add(port)
                 stranger.call(haunt, port, marker)
+            if len(seen) >= NUM_MEETINGS:
+                pace.allow(3)
             time.sleep(0.001)  # or this process takes the run's cores
         reached = stranger.call(haunted)
     assert run.wait() == 0, run.output()
     assert not marker.exists(), f"made by uid {marker.stat().st_uid}: {reached}"
-    assert len(seen) >= 4  # the stores of trainer and replica, and gloo's listeners
+    assert len(seen) >= NUM_MEETINGS
     said = [one for attempts in reached.values() for one in attempts]
     assert len(said) == 2 * len(seen)  # both ways, at each
     assert all(one.startswith("Dist") or "Error" in one for one in said), reached

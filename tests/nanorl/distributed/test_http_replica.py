@@ -7,6 +7,7 @@ import pickle
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import KEY, Served, serve
@@ -45,6 +46,20 @@ def same(mine: Output, true: Output) -> bool:
     return replace(mine, num_cached_tokens=0) == replace(true, num_cached_tokens=0)
 
 
+def hold_at(served: Served, count: int) -> None:
+    """Once it has sampled so many tokens it samples no more until it is resumed: whoever does
+    something to its requests may be late."""
+    step = served.engine.step
+
+    def step_and_hold() -> Any:
+        finished = step()
+        if served.engine.metrics()["sampled_tokens"] >= count:
+            served.app.client._can_step.clear()
+        return finished
+
+    served.engine.step = step_and_hold  # type: ignore[method-assign]
+
+
 async def until_sampled(served: Served, count: int) -> None:
     await until(lambda: served.engine.metrics()["sampled_tokens"] >= count)
 
@@ -56,6 +71,7 @@ def test_requests_move_between_servers_and_lose_nothing() -> None:
         router = Router(gate=0, wait_s=30)
         nobody = HttpReplica(url=f"http://127.0.0.1:{deaf.getsockname()[1]}")
         router.set_replicas({"a": client(first), "b": client(second), "c": nobody})
+        hold_at(first, 30)
         prompts = [[i, 5, 6] for i in range(6)]
         tasks = [asyncio.create_task(router.generate(ids, PARAMS)) for ids in prompts]
         gone = asyncio.create_task(router.generate([9, 9], PARAMS))

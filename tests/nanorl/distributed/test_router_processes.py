@@ -37,9 +37,9 @@ async def cluster() -> AsyncIterator[Scheduler]:
         sched.close()
 
 
-def start(sched: Scheduler, folder: Path) -> ActorHandle[MortalReplica]:
+def start(sched: Scheduler, folder: Path, pauses_at: int = 0) -> ActorHandle[MortalReplica]:
     recipe = ReplicaRecipe(folder=folder, device="cpu", infer=CONFIG)
-    return sched.actor(MortalReplica).remote(recipe)
+    return sched.actor(MortalReplica).remote(recipe, pauses_at=pauses_at)
 
 
 async def until_busy(replica: ActorHandle[MortalReplica], num_sampled: int) -> None:
@@ -58,7 +58,8 @@ def test_replicas_killed_hung_drained_and_added_under_load_lose_no_request(tmp_p
 
     async def scenario() -> None:
         async with cluster() as sched:
-            replicas = {f"r{i}": start(sched, tmp_path) for i in range(4)}
+            replicas = {f"r{i}": start(sched, tmp_path, 100) for i in range(3)}
+            replicas["r3"] = start(sched, tmp_path)
             pids = [await handle.call(MortalReplica.pid) for handle in replicas.values()]
             asker = sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, replicas)
@@ -92,7 +93,7 @@ def test_a_caller_that_goes_away_frees_the_replica(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with cluster() as sched:
-            replica, asker = start(sched, tmp_path), sched.actor(Asker).remote()
+            replica, asker = start(sched, tmp_path, 1), sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, {"r0": replica})
             await replica.call(MortalReplica.heartbeat)  # it is there
             long = SamplingParams(max_tokens=490, ignore_eos=True)
@@ -116,7 +117,8 @@ def test_a_split_replica_that_loses_a_rank_is_lost_as_one(tmp_path: Path) -> Non
         async with cluster() as sched:
             recipe = ReplicaRecipe(folder=tmp_path, device="cpu", infer=CONFIG)
             seats = [Seat(rank=rank, tp=2, meeting=meeting, name="r0") for rank in range(2)]
-            group = sched.group(MortalReplica, [((recipe,), {"seat": seat}) for seat in seats])
+            places = [((recipe,), {"seat": seat, "pauses_at": 50}) for seat in seats]
+            group = sched.group(MortalReplica, places)
             leader, follower = group.handles
             pid = await follower.call(MortalReplica.pid)
             following = follower.call(MortalReplica.follow)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -149,22 +150,21 @@ def test_a_collector_that_is_away_is_said_once_and_holds_nothing(
     config = RunConfig(preset="tiny", out=tmp_path, log=("otel",))
     folder = build_tiny_model(tmp_path / "model", seed=0)
     said: list[str] = []
-    slowest_s = 0.0
+    seconds: list[float] = []
 
     async def run() -> None:
-        nonlocal slowest_s
         async with RunSpans(config, folder, say=said.append) as spans:
             for step in range(50):
                 begin = time.perf_counter()
                 await spans.on_phase(begun("reinforcement learning"))
                 spans.rl_step(step, {"train_s": 0.1})
                 await spans.on_phase_end("reinforcement learning", is_whole=True)
-                slowest_s = max(slowest_s, time.perf_counter() - begin)
+                seconds.append(time.perf_counter() - begin)
 
     asyncio.run(run())
     assert len(said) == 1 and "--log otel: not everything reached it" in said[0]
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in said[0]
-    assert slowest_s < 5  # it would be seconds for each
+    assert median(seconds) < 0.5  # it would be seconds for each; of one, the machine may take them
 
 
 def test_without_otel_nothing_is_started_or_written(tmp_path: Path) -> None:

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 from forked_runs import SMALL, RunProcess, rows
 
+from nanorl.envs.tasks.tiny_model import build_tiny_model
 from nanorl.observability.report.metrics import flatten_numbers
 from nanorl.observability.store import RolloutStore
 from nanorl.observability.trackers import services
 from nanorl.observability.trackers.rollout_rows import RolloutRow
-from nanorl.observability.trackers.sending import Trackers, identity_of
+from nanorl.observability.trackers.run_spans import RunSpans
+from nanorl.observability.trackers.sending import TrackerLine, Trackers, identity_of
 from nanorl.observability.trackers.services import TrackedRun, TrackioTracker, require_trackers
 from nanorl.options.run_config import RunConfig
+from nanosched import SchedulerError
 
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
 
@@ -266,7 +269,34 @@ def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
 
     asyncio.run(run())
     assert len(said) == 1 and why in said[0] and said[0].startswith("--log wandb: not everything")
-    assert slowest_s < 5  # it would hang for minutes
+    assert slowest_s < 100  # it would hang for ten minutes
+
+
+def test_who_does_not_wait_for_a_tracker_leaves_none_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a run ends: the library's process goes on without it."""
+    pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
+
+    async def endless(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(TrackerLine, "drain", endless)
+    folder = build_tiny_model(tmp_path / "model", seed=0)
+
+    async def leave(observer: Trackers | RunSpans) -> None:
+        async with observer:
+            asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)  # type: ignore[union-attr]
+
+    for service in ("wandb", "otel"):
+        config = RunConfig(preset="tiny", out=tmp_path, log=(service,))
+        observer: Any = Trackers(config, str, say=print)
+        if service == "otel":
+            observer = RunSpans(config, folder, say=print)
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(leave(observer))
+        with pytest.raises(SchedulerError, match="closed"):
+            observer._scheduler.actor(Broken).remote()
 
 
 def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:

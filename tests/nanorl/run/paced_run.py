@@ -36,23 +36,27 @@ class Pace:
     def allows(self, step: int) -> bool:
         return step < int(self.file.read_text())
 
+    def keep(self) -> None:
+        """The run of this process makes no more steps than that."""
+        from nanorl.run.trainer import Trainer
+
+        make_step = Trainer._step
+
+        @wraps(make_step)
+        async def make_step_in_turn(trainer: Trainer, step: int, *args: Any) -> None:
+            while not self.allows(step):
+                await asyncio.sleep(EVERY_S)
+            await make_step(trainer, step, *args)
+
+        Trainer._step = make_step_in_turn  # type: ignore[method-assign]
+
 
 def main() -> int:
     pace = Pace(Path(sys.argv.pop(1)))
     sys.path.insert(0, str(ROOT / "scripts"))
     import train_agent
 
-    from nanorl.run.trainer import Trainer
-
-    make_step = Trainer._step
-
-    @wraps(make_step)
-    async def make_step_in_turn(self: Trainer, step: int, *args: Any) -> None:
-        while not pace.allows(step):
-            await asyncio.sleep(EVERY_S)
-        await make_step(self, step, *args)
-
-    Trainer._step = make_step_in_turn  # type: ignore[method-assign]
+    pace.keep()
     return train_agent.main()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ROOT, RunProcess
+from host_processes import signal_group
 from paced_run import Pace
 from waiting import wait_until
 
@@ -125,12 +126,11 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
 ) -> None:
     out, pace = tmp_path / "run", Pace(tmp_path / "pace")
 
-    # Ctrl-C twice: to the whole group of processes, as a terminal does
+    # Ctrl-C, and SIGTERM before it has ended: to the whole group of processes, as a terminal does
     pace.allow(0)
     with paced(out, pace, *OPTIONS, *CLUSTER) as run:
         await_steps(run, pace, 2)
-        for _ in range(2):
-            os.killpg(run.driver.pid, signal.SIGINT)
+        signal_group(run.driver.pid, signal.SIGINT, signal.SIGTERM)
         assert run.wait(LIMIT_S) == 130, run.output()
         assert "stopped and saved" in run.output()
         assert not any(run.leftovers().values()), run.leftovers()

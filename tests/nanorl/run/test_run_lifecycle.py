@@ -6,10 +6,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
+from functools import wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
@@ -19,11 +22,13 @@ from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanoengine.stop_signals import ANSWERS
 from nanorl.cli import main
+from nanorl.distributed.roles.inline_roles import InlineRoles
 from nanorl.envs.tasks.readers import read_tasks
 from nanorl.envs.tasks.source import ListTasks
 from nanorl.observability.report.evaluation import Evaluation
 from nanorl.observability.store import RolloutStore
 from nanorl.run.failed_start import WRITTEN
+from nanorl.run.trainer import Trainer
 from nanorl.sandbox.base import SandboxUnavailable
 
 sandboxed = pytest.mark.sandbox
@@ -130,6 +135,35 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
         with RolloutStore(folder / "rollouts.sqlite") as store:
             assert {entry.step for entry in store.entries()} == steps
     assert "rollouts.sqlite holds 4 of training" in (out / "report.html").read_text()
+
+
+def be_stopped_twice() -> None:
+    """A run whose first step brings Ctrl-C, and whose end SIGTERM."""
+    step, close = Trainer._step, InlineRoles.close
+
+    @wraps(step)
+    async def interrupted(self: Trainer, *args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await step(self, *args)
+
+    @wraps(close)
+    def terminated(self: InlineRoles) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        close(self)
+
+    Trainer._step, InlineRoles.close = interrupted, terminated  # type: ignore[method-assign]
+
+
+@sandboxed
+def test_a_signal_that_comes_when_a_stopped_run_has_saved_does_not_cut_its_end_short(
+    whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    given = (*on_tasks(whole.parent), "--model", str(whole / "model"), "--out", str(out))
+    run = RunProcess(tmp_path / "log", *given, prepare=be_stopped_twice)
+    assert run.wait() == 130, run.output()
+    assert f"stopped and saved; go on with: {program()} train --resume" in run.output()
+    assert [run.output().count(answer) for answer in ANSWERS] == [1, 1, 0]
 
 
 @sandboxed

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import turns
 
 import nanorl
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.stop_signals import Interrupted
+from nanorl.distributed.roles.inline_roles import InlineRoles
+from nanorl.distributed.roles.role import RoleLost
 from nanorl.observability.report.metrics import MetricsWriter
 from nanorl.observability.report.observer import Evaluated, PhaseBegun, RunObserver
 from nanorl.observability.results import StepResult
 from nanorl.run import state
 from nanorl.run.kept_records import KeptWeights
 from nanorl.run.observers import Observers, make_observers
+from nanosched import WorkerDied
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "rl.tasks_per_step": 1, "save_every": 1},
@@ -211,6 +215,37 @@ def test_a_warm_start_that_is_interrupted_ends_at_the_same_step(
     nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
     assert 0 < len(witnesses[-1].warm_losses) < 9, "it went on where it was"
     assert totals_of(tmp_path / "run") == whole
+
+
+def test_a_run_that_fails_as_it_is_interrupted_does_not_begin_again(
+    tmp_path: Path, witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(self: Witness, step: StepResult) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise WorkerDied("a role died")
+
+    monkeypatch.setattr(Witness, "on_step", interrupted)
+    with pytest.raises(RoleLost, match=r"a role died.* go on with --resume"):
+        nanorl.train("tiny", env=Say, steps=1, out=tmp_path / "run", options=OPTIONS)
+    assert len(witnesses) == 2, "of one attempt"
+
+
+def test_a_run_that_is_interrupted_while_its_roles_close_closes_them_and_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = InlineRoles.close_loop, []
+
+    async def interrupted(self: InlineRoles) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await turns(3)
+        await close(self)
+        closed.append(self)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(InlineRoles, "close_loop", interrupted)
+        nanorl.train("tiny", env=Say, steps=0, out=tmp_path / "run", options=OPTIONS)
+    assert closed
+    nanorl.train(env=Say, out=tmp_path / "run", options={"resume": True})
 
 
 def totals_of(run: Path) -> tuple[float, float]:
