@@ -7,6 +7,8 @@ import json
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -362,3 +364,22 @@ def test_the_command_serves_says_where_and_ends_quietly(
     assert f"--port {port}: cannot listen" in error and error.count("\n") == 1
     assert cli.main(["view", str(tmp_path)]) == 2
     assert "is neither a run's folder" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal
+from nanorl.inspection.viewer.viewer_server import serve_viewer
+
+def say(address):
+    print(address, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+serve_viewer({}, host="127.0.0.1", port=0, say=say)
+"""
+
+
+def test_who_is_told_the_address_may_press_ctrl_c_at_once() -> None:
+    """It may come before the viewer does anything after saying where it is."""
+    words = [sys.executable, "-c", INTERRUPTED]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=250)
+    assert (ended.returncode, ended.stderr) == (0, "") and "/#key=" in ended.stdout
