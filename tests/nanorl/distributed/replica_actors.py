@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,10 +18,24 @@ from nanosched import ActorHandle
 
 
 class MortalReplica(Replica):
-    """A replica that says whom to kill."""
+    """A replica that says whom to kill, and that stays in the middle of its requests."""
 
     def pid(self) -> int:
         return os.getpid()
+
+    def hold(self, num_sampled: int, until: Path | None = None) -> None:
+        """Sample no more than about so many tokens, until that file is there; None: for good."""
+        engine = self._generator.engine
+        step = engine.step
+
+        def held() -> list[tuple[int, Output]]:
+            is_free = until is not None and until.exists()
+            if is_free or engine.metrics()["sampled_tokens"] < num_sampled:
+                return step()
+            time.sleep(0.01)
+            return []
+
+        engine.step = held  # type: ignore[method-assign]
 
 
 class Asker:

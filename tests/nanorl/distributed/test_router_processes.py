@@ -60,6 +60,8 @@ def test_replicas_killed_hung_drained_and_added_under_load_lose_no_request(tmp_p
         async with cluster() as sched:
             replicas = {f"r{i}": start(sched, tmp_path) for i in range(4)}
             pids = [await handle.call(MortalReplica.pid) for handle in replicas.values()]
+            for name in ("r0", "r1", "r2"):  # none of them answers before it is lost
+                await replicas[name].call(MortalReplica.hold, 100)
             asker = sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, replicas)
             asked = asker.call(Asker.ask, REQUESTS)
@@ -94,7 +96,7 @@ def test_a_caller_that_goes_away_frees_the_replica(tmp_path: Path) -> None:
         async with cluster() as sched:
             replica, asker = start(sched, tmp_path), sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, {"r0": replica})
-            await replica.call(MortalReplica.heartbeat)  # it is there
+            await replica.call(MortalReplica.hold, 1)
             long = SamplingParams(max_tokens=490, ignore_eos=True)
             assert await asker.call(Asker.ask_and_go, [1, 2], long, 0.05)
             beat = {"num_aborted": 0.0, "num_finished": 0.0}
@@ -120,11 +122,14 @@ def test_a_split_replica_that_loses_a_rank_is_lost_as_one(tmp_path: Path) -> Non
             leader, follower = group.handles
             pid = await follower.call(MortalReplica.pid)
             following = follower.call(MortalReplica.follow)
+            go_on = tmp_path / "go-on"
+            await leader.call(MortalReplica.hold, 50, go_on)
             asker = sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, {"split": leader})
             asked = asker.call(Asker.ask, REQUESTS[:6])
             await until_busy(leader, 50)
             os.kill(pid, signal.SIGKILL)
+            go_on.touch()
             assert "rank 1" in await group.death
             await asker.call(Asker.set_replicas, {"whole": start(sched, tmp_path)})
             outputs = await asked
