@@ -248,6 +248,20 @@ def test_a_run_is_neither_locked_nor_written_to(tmp_path: Path) -> None:
     assert "read-only" in str(refused.value)
 
 
+def test_a_store_that_is_being_made_is_not_there_yet(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "first")
+    (run / "evaluations.sqlite").unlink()
+    maker = sqlite3.connect(run / "evaluations.sqlite", isolation_level=None)
+    try:
+        maker.execute("PRAGMA journal_mode = WAL")
+        maker.execute("BEGIN IMMEDIATE")
+        maker.execute("CREATE TABLE rollouts (rollout_id TEXT)")  # the first of its tables
+        [one] = viewed(run).get("/api/runs").json()
+        assert [phase["id"] for phase in one["phases"]] == ["rl"]
+    finally:
+        maker.close()
+
+
 PATHS = ("/api/runs", "/overview?run=first", "/api/rollouts?run=first&phase=rl")
 GOOD = {"Authorization": f"Bearer {KEY}"}
 

@@ -338,6 +338,19 @@ def test_a_run_that_goes_on_is_followed(page: Page, address: str, runs: list[Pat
     page.wait_for("#overview", "87.5%")
 
 
+def test_a_run_that_has_just_begun_is_followed_from_its_first_rollout(
+    page: Page, tmp_path: Path
+) -> None:
+    run, task = write_run(tmp_path / "new"), make_task("What is 6 * 7?")
+    with served(run) as (address, _):
+        page.open(address, view="rollouts", run="new")
+        page.wait_for("#reader", "is not there yet")
+        store_step(run, [make_rollout(task, "one", [("42", "")])], step=0, tasks=[task])
+        page.wait(lambda: page.rows == ["one"])
+        page.leave()
+        page.errors  # noqa: B018 - the browser's own, of each answer that there is nothing yet
+
+
 HOLD = """(() => {
     const send = XMLHttpRequest.prototype.send, open = XMLHttpRequest.prototype.open;
     XMLHttpRequest.prototype.open = function (method, address) {

@@ -150,6 +150,7 @@ async function follow() {
   const isNew = runs.some((run) => run.name === place.run && run.version !== before.get(run.name));
   if (!isNew) return;
   if (place.view === "rollouts") {
+    if (list.total === null) return render(); // there was nothing yet
     await fillFilters(place);
     await list.refresh();
   } else if (place.view === "overview" || place.view === "runs") await showWide(byId("overview"), place, ++turn);
