@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 import nanorl
 from nanoengine.stop_signals import Interrupted
+from nanorl.commands import api
 
 OPTIONS = {
     **{"dtype": "fp32", "threads": 1, "warm_start.steps": 0, "rl.tasks_per_step": 1},
@@ -65,6 +69,80 @@ def test_in_a_notebook_whose_loop_is_running(tmp_path: Path) -> None:
         )
 
     assert asyncio.run(cell()).folder == tmp_path / "run" and seen
+
+
+def pressing(
+    monkeypatch: pytest.MonkeyPatch, *moments: Callable[[], object], last: threading.Event
+) -> None:
+    """Ctrl-C while a run in a thread is waited for, when each of `moments` has returned; `last` is
+    set afterwards."""
+    left, join = list(moments), threading.Thread.join
+
+    def pressed(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "nanorl run":
+            if left:
+                left.pop(0)()
+                raise KeyboardInterrupt
+            last.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", pressed)
+
+
+async def in_a_cell(work: Coroutine[Any, Any, None]) -> None:
+    """As a notebook runs it: a loop is running here already."""
+    api.run_to_end(work)
+
+
+@pytest.mark.parametrize("stands_still", ["before", "after"])
+def test_ctrl_c_in_a_notebook_may_come_before_the_run_has_begun_or_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, stands_still: str
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    may_go_on, run = threading.Event(), api._Apart._run
+
+    def stalled(apart: api._Apart) -> None:
+        if stands_still == "before":
+            assert may_go_on.wait(LIMIT_S)
+        run(apart)
+        loops.append(apart._loop)
+        assert may_go_on.wait(LIMIT_S)
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(LIMIT_S if stands_still == "before" else 0)
+        except asyncio.CancelledError:
+            raise Interrupted from None
+
+    monkeypatch.setattr(api._Apart, "_run", stalled)
+    is_ended = stands_still == "after"
+    pressing(monkeypatch, lambda: wait_until(lambda: loops or not is_ended), last=may_go_on)
+    with nullcontext() if is_ended else pytest.raises(Interrupted):
+        asyncio.run(in_a_cell(work()))
+
+
+def test_a_second_ctrl_c_in_a_notebook_does_not_cut_the_saving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_begun, is_saving, may_end = (threading.Event() for _ in range(3))
+
+    async def work() -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(LIMIT_S)
+        except asyncio.CancelledError:
+            is_saving.set()
+            await asyncio.to_thread(may_end.wait, LIMIT_S)
+            raise Interrupted from None
+
+    pressing(
+        monkeypatch,
+        lambda: has_begun.wait(LIMIT_S),
+        lambda: is_saving.wait(LIMIT_S),
+        last=may_end,
+    )
+    with pytest.raises(Interrupted):
+        asyncio.run(in_a_cell(work()))
 
 
 PROGRAM = """
