@@ -268,6 +268,20 @@ def test_a_service_that_stops_takes_no_more_requests() -> None:
     asyncio.run(late())
 
 
+def test_a_request_that_has_just_come_ends_with_its_model() -> None:
+    """It waits for its turn only when the event loop goes on."""
+
+    async def run() -> None:
+        futures = Futures(max_bytes=1000)
+        line = Line("model", futures)
+        name = line.submit(3, "optim_step", pytest.fail)
+        line.close()
+        answer = await futures.fetch(name, limit_s=5.0)
+        assert answer is not None and b"was cancelled" in answer.body
+
+    asyncio.run(run())
+
+
 LONG_TRAINING = """
 import sys
 from nanorl.cli import main
