@@ -14,11 +14,11 @@ breakpoints in an environment work.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import threading
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,32 +225,36 @@ class _Apart:
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self._is_asked_to_stop = False
+        self._has_to_stop = False
         self._thread = threading.Thread(target=self._run, name="nanorl run")
         self._thread.start()
 
     def wait(self) -> None:
         """Wait for its end; Ctrl-C asks it to save and stop. Raises what it raised."""
-        while self._thread.is_alive():
+        is_over = False
+        while not is_over:
             try:
                 self._thread.join(timeout=1.0)  # without a limit no signal would be seen
+                is_over = not self._thread.is_alive()
             except KeyboardInterrupt:
-                with suppress(RuntimeError):  # the loop is closed: the thread is about to end
+                with contextlib.suppress(RuntimeError):  # its loop is closed: it ends anyway
                     self._loop.call_soon_threadsafe(self._stop)
         if self._error is not None:
             raise self._error
 
     def _stop(self) -> None:
-        self._is_asked_to_stop = True
-        if self._task is not None:
+        """Once: a second Ctrl-C would cut what the first has begun, and it may come before there is
+        a task."""
+        if self._task is not None and not self._has_to_stop:
             self._task.cancel()
+        self._has_to_stop = True
 
     def _run(self) -> None:
         async def main() -> None:
-            if self._is_asked_to_stop:  # before there was anything to save
-                self._work.close()
-                raise KeyboardInterrupt
             self._task = asyncio.ensure_future(self._work)
+            if self._has_to_stop:
+                await asyncio.sleep(0)  # it begins, and can end in its own way
+                self._task.cancel()
             await self._task
 
         try:

@@ -12,12 +12,14 @@ and rollouts.sqlite with the rollouts themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -206,8 +208,8 @@ def run_evaluation(
     start = time.perf_counter()
 
     async def play_all() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         with (
+            _alone_in(folder),
             # On stderr: stdout is for the result.
             LiveView(f"evaluation of {title}", console=Console(stderr=True)) as live,
             RolloutStore(folder / "rollouts.sqlite") as store,
@@ -243,6 +245,26 @@ def run_evaluation(
     if note := too_few(tasks, config.evaluation.num_tasks):
         print(note, file=sys.stderr)
     return result
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder and keep others out. ValueError where another evaluation, which found it free
+    as well, has come first: it was chosen before the model was read, which takes a while."""
+    from nanoengine.state.run_folder import LOCK, take_lock  # here: it imports torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(folder / LOCK)
+    try:
+        if (folder / "rollouts.sqlite").exists():
+            raise ValueError(
+                f"--out {folder}: another evaluation was written there meanwhile; choose another "
+                "folder"
+            )
+        yield
+    finally:
+        (folder / LOCK).unlink()
+        os.close(lock)
 
 
 def _with_record(run: RunConfig) -> RunConfig:

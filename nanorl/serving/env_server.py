@@ -22,7 +22,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.http.api_error import ApiError, application, failure, known_error
 from nanoinfer.http.callers import check_key, check_keyless
 from nanoinfer.http.http_io import read_body
@@ -109,6 +110,7 @@ class EnvServer:
         self._secret = secret or secrets.token_bytes(32)
         self._episodes: dict[str, _Held] = {}
         self._num_opening = 0
+        self._calls: set[asyncio.Task[Any]] = set()  # under way
         self._task_sets: dict[int, TaskSet] = {}
 
     @contextlib.asynccontextmanager
@@ -125,9 +127,19 @@ class EnvServer:
         finally:
             expiring.cancel()
             await server.end(at_once=True)
+            await self._end_calls()
             await asyncio.gather(expiring, return_exceptions=True)
             for name in list(self._episodes):
                 await self._end(name)
+
+    async def _end_calls(self) -> None:
+        """One that went on would open an episode that nobody closes, or ask an environment whose
+        kit is closed."""
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=_CLOSE_S)
 
     def starlette(self) -> Starlette:
         """The routes."""
@@ -147,16 +159,23 @@ class EnvServer:
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            call = asyncio.current_task()
+            assert call is not None, "a coroutine is run by a task"
+            self._calls.add(call)
             try:
                 self._check(request)
                 async with asyncio.timeout(self._limits.call_s):
                     reply = await handler(request)
                 return Response(reply.model_dump_json(), media_type="application/json")
+            except asyncio.CancelledError:
+                return ApiError(503, "the server is stopping").response()
             except Exception as error:  # a process boundary
                 if isinstance(error, TimeoutError):
                     error = ApiError(504, f"not finished within {self._limits.call_s:g} s")
                 known = known_error(error, {InfrastructureError: 503})
                 return (known or failure(error, LOG, "the environment")).response()
+            finally:
+                self._calls.discard(call)
 
         return endpoint
 
@@ -264,7 +283,7 @@ class EnvServer:
     async def _end(self, name: str) -> None:
         held = self._episodes.pop(name, None)
         if held is not None:
-            await _let_go(held.env)
+            await to_the_end(_let_go(held.env))  # nobody else would close it
 
     async def _expire(self) -> None:
         """Close the episodes that everybody has forgotten, for as long as the server lives."""

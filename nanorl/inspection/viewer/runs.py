@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from nanoengine.text.tokenizer import ChatTokenizer
 from nanorl.inspection.viewer.stored import Selection
 from nanorl.observability.report.summary import EVALUATIONS
 from nanorl.observability.results import PHASES
-from nanorl.observability.store import RolloutStore, StoreError, open_for_reading
+from nanorl.observability.store import EmptyStoreError, RolloutStore, StoreError, open_for_reading
 from nanorl.observability.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.observability.trajectories.run_parsers import find_parsers
 from nanorl.options.run_config import RunConfig
@@ -105,9 +106,10 @@ class ViewedRun:
         found = []
         if self._store or (self.folder / TRAINING_FILE).is_file():
             found.append(TRAINING)
-        if (self.folder / EVALUATIONS_FILE).is_file():
-            with open_for_reading(self.folder / EVALUATIONS_FILE) as store:
-                found += [PHASES[step] for step in {row.step for row in store.tally()}]
+        with suppress(EmptyStoreError):  # the run is just making it
+            if (self.folder / EVALUATIONS_FILE).is_file():
+                with open_for_reading(self.folder / EVALUATIONS_FILE) as store:
+                    found += [PHASES[step] for step in {row.step for row in store.tally()}]
         return sorted(found, key=lambda phase: PHASES.index(phase))  # type: ignore[arg-type]
 
     def open(self, phase: str) -> RolloutStore:

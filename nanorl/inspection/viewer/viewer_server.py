@@ -30,7 +30,6 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -43,6 +42,7 @@ from nanoinfer.http.connection import server_config
 from nanoinfer.http.http_limits import HttpLimits
 from nanoinfer.http.listening import is_loopback, listen, url_of
 from nanoinfer.http.page_headers import page_headers
+from nanoinfer.http.serving import ProgramServer
 from nanorl.inspection.viewer.overview import comparison_html, overview_html
 from nanorl.inspection.viewer.pages import (
     RolloutPlace,
@@ -180,8 +180,8 @@ class ViewerServer:
 def serve_viewer(
     runs: Mapping[str, ViewedRun], *, host: str, port: int, say: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM. `say` is told the address, once connections are taken.
-    ValueError for an address that cannot be had."""
+    """Serve until Ctrl-C or SIGTERM. `say` is told the address, once connections are taken and the
+    signals are answered. ValueError for an address that cannot be had."""
     listener = listen(host, port)
     key = secrets.token_urlsafe(24)
     config = server_config(
@@ -190,9 +190,9 @@ def serve_viewer(
         log_level="error",
         close_s=_CLOSE_S,
     )
-    say(f"{url_of(listener, host)}/#key={key}")
+    address = f"{url_of(listener, host)}/#key={key}"
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        ProgramServer(config, lambda _: say(address)).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn raises again what it was stopped with
         pass
     finally:

@@ -80,6 +80,10 @@ class StoreError(RuntimeError):
     """The rollouts could not be read or written; the message says where and names the fix."""
 
 
+class EmptyStoreError(StoreError):
+    """There are no tables, or not yet: whoever makes the store has just begun."""
+
+
 class OldSchemaError(StoreError):
     """The tables are of an earlier version of this program, and may only be read."""
 

@@ -28,6 +28,7 @@ from nanorl.observability.store.database import (
     STEP_SHIFT,
     Clause,
     Database,
+    EmptyStoreError,
     OldSchemaError,
     StoreError,
     among,
@@ -110,7 +111,7 @@ class RolloutStore:
                 f"{SCHEMA_VERSION}: move it away, or use another --out"
             )
         if is_read_only and found == 0:
-            raise StoreError(f"{self._db.name}: holds no rollouts: is that a store?")
+            raise EmptyStoreError(f"{self._db.name}: holds no rollouts: is that a store?")
         if is_read_only and found < SCHEMA_VERSION:
             raise OldSchemaError(
                 f"{self._db.name}: rollouts of schema {found}, this program reads "

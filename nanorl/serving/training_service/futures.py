@@ -134,9 +134,10 @@ class Line:
             self.submit(number, "refused", _refused)
 
     def close(self) -> None:
-        """End the requests that wait for one that will not come any more."""
-        for number in self._turns:
-            self._futures.cancel(f"{self.name}:{number}")
+        """End the requests that wait for one that will not come any more, or are about to."""
+        for number in self._verbs:
+            if number > self.next:
+                self._futures.cancel(f"{self.name}:{number}")
 
     async def _in_turn(self, number: int, work: Work) -> FutureAnswer:
         if number > self.next:

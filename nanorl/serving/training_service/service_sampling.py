@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 
@@ -77,9 +78,13 @@ class Samplers:
         try:
             yield slot.engine
         finally:
-            async with self._freed:
-                slot.num_users -= 1
-                self._freed.notify_all()
+            # Who gives up a request may say so twice, while another snapshot is read.
+            await to_the_end(self._give_back(slot))
+
+    async def _give_back(self, slot: _Slot) -> None:
+        async with self._freed:
+            slot.num_users -= 1
+            self._freed.notify_all()
 
     async def _take(self, snapshot: str, weights: Weights) -> _Slot:
         async with self._freed:

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 import nanorl
 from nanoengine.stop_signals import Interrupted
@@ -68,34 +71,78 @@ def test_in_a_notebook_whose_loop_is_running(tmp_path: Path) -> None:
     assert asyncio.run(cell()).folder == tmp_path / "run" and seen
 
 
-def test_ctrl_c_before_the_thread_of_a_cells_run_has_begun_it_is_heard(
-    monkeypatch: pytest.MonkeyPatch,
+def pressing(
+    monkeypatch: pytest.MonkeyPatch, *moments: Callable[[], object], last: threading.Event
 ) -> None:
-    """In a notebook, whose loop runs already, a run has a thread of its own."""
-    may_begin = threading.Event()
+    """Ctrl-C while a run in a thread is waited for, when each of `moments` has returned; `last` is
+    set afterwards."""
+    left, join = list(moments), threading.Thread.join
 
-    class LateRunner(asyncio.Runner):
-        def run(self, *args: Any, **options: Any) -> Any:
-            assert may_begin.wait(60)
-            return super().run(*args, **options)
-
-    join, calls = threading.Thread.join, []
-
-    def interrupted_join(thread: threading.Thread, timeout: float | None = None) -> None:
-        calls.append(thread)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        may_begin.set()
+    def pressed(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "nanorl run":
+            if left:
+                left.pop(0)()
+                raise KeyboardInterrupt
+            last.set()
         join(thread, timeout)
 
-    async def work() -> None:
-        raise AssertionError("it began all the same")
+    monkeypatch.setattr(threading.Thread, "join", pressed)
 
-    monkeypatch.setattr(asyncio, "Runner", LateRunner)
-    monkeypatch.setattr(threading.Thread, "join", interrupted_join)
-    with pytest.raises(KeyboardInterrupt):
-        api._Apart(work()).wait()
-    assert len(calls) >= 2
+
+async def in_a_cell(work: Coroutine[Any, Any, None]) -> None:
+    """As a notebook runs it: a loop is running here already."""
+    api.run_to_end(work)
+
+
+@pytest.mark.parametrize("stands_still", ["before", "after"])
+def test_ctrl_c_in_a_notebook_may_come_before_the_run_has_begun_or_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, stands_still: str
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    may_go_on, run = threading.Event(), api._Apart._run
+
+    def stalled(apart: api._Apart) -> None:
+        if stands_still == "before":
+            assert may_go_on.wait(LIMIT_S)
+        run(apart)
+        loops.append(apart._loop)
+        assert may_go_on.wait(LIMIT_S)
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(LIMIT_S if stands_still == "before" else 0)
+        except asyncio.CancelledError:
+            raise Interrupted from None
+
+    monkeypatch.setattr(api._Apart, "_run", stalled)
+    is_ended = stands_still == "after"
+    pressing(monkeypatch, lambda: wait_until(lambda: loops or not is_ended), last=may_go_on)
+    with nullcontext() if is_ended else pytest.raises(Interrupted):
+        asyncio.run(in_a_cell(work()))
+
+
+def test_a_second_ctrl_c_in_a_notebook_does_not_cut_the_saving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_begun, is_saving, may_end = (threading.Event() for _ in range(3))
+
+    async def work() -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(LIMIT_S)
+        except asyncio.CancelledError:
+            is_saving.set()
+            await asyncio.to_thread(may_end.wait, LIMIT_S)
+            raise Interrupted from None
+
+    pressing(
+        monkeypatch,
+        lambda: has_begun.wait(LIMIT_S),
+        lambda: is_saving.wait(LIMIT_S),
+        last=may_end,
+    )
+    with pytest.raises(Interrupted):
+        asyncio.run(in_a_cell(work()))
 
 
 PROGRAM = """

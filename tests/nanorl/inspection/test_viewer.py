@@ -7,6 +7,8 @@ import json
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -246,6 +248,20 @@ def test_a_run_is_neither_locked_nor_written_to(tmp_path: Path) -> None:
     assert "read-only" in str(refused.value)
 
 
+def test_a_store_that_is_being_made_is_not_there_yet(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "first")
+    (run / "evaluations.sqlite").unlink()
+    maker = sqlite3.connect(run / "evaluations.sqlite", isolation_level=None)
+    try:
+        maker.execute("PRAGMA journal_mode = WAL")
+        maker.execute("BEGIN IMMEDIATE")
+        maker.execute("CREATE TABLE rollouts (rollout_id TEXT)")  # the first of its tables
+        [one] = viewed(run).get("/api/runs").json()
+        assert [phase["id"] for phase in one["phases"]] == ["rl"]
+    finally:
+        maker.close()
+
+
 PATHS = ("/api/runs", "/overview?run=first", "/api/rollouts?run=first&phase=rl")
 GOOD = {"Authorization": f"Bearer {KEY}"}
 
@@ -362,3 +378,22 @@ def test_the_command_serves_says_where_and_ends_quietly(
     assert f"--port {port}: cannot listen" in error and error.count("\n") == 1
     assert cli.main(["view", str(tmp_path)]) == 2
     assert "is neither a run's folder" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal
+from nanorl.inspection.viewer.viewer_server import serve_viewer
+
+def say(address):
+    print(address, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+serve_viewer({}, host="127.0.0.1", port=0, say=say)
+"""
+
+
+def test_who_is_told_the_address_may_press_ctrl_c_at_once() -> None:
+    """It may come before the viewer does anything after saying where it is."""
+    words = [sys.executable, "-c", INTERRUPTED]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=250)
+    assert (ended.returncode, ended.stderr) == (0, "") and "/#key=" in ended.stdout

@@ -338,6 +338,84 @@ def test_a_run_that_goes_on_is_followed(page: Page, address: str, runs: list[Pat
     page.wait_for("#overview", "87.5%")
 
 
+def test_a_run_that_has_just_begun_is_followed_from_its_first_rollout(
+    page: Page, tmp_path: Path
+) -> None:
+    run, task = write_run(tmp_path / "new"), make_task("What is 6 * 7?")
+    with served(run) as (address, _):
+        page.open(address, view="rollouts", run="new")
+        page.wait_for("#reader", "is not there yet")
+        store_step(run, [make_rollout(task, "one", [("42", "")])], step=0, tasks=[task])
+        page.wait(lambda: page.rows == ["one"])
+        page.leave()
+        page.errors  # noqa: B018 - the browser's own, of each answer that there is nothing yet
+
+
+HOLD = """(() => {
+    const send = XMLHttpRequest.prototype.send, open = XMLHttpRequest.prototype.open;
+    XMLHttpRequest.prototype.open = function (method, address) {
+        this.address = address;
+        open.call(this, method, address);
+    };
+    XMLHttpRequest.prototype.send = function () {
+        if (!this.address.includes(HELD)) return send.call(this);
+        this.addEventListener("loadend", () => setTimeout(() => { window.isThere = true; }));
+        window.letGo = () => send.call(this);
+    };
+    const ask = window.fetch;
+    window.fetch = async (address, options) => {
+        if (address.includes(HELD)) await new Promise((go) => { window.letGo = go; });
+        const answer = await ask(address, options);
+        const json = answer.json.bind(answer);
+        answer.json = async () => {
+            const data = await json();
+            if (address.includes(HELD)) setTimeout(() => { window.isThere = true; });
+            return data;
+        };
+        return answer;
+    };
+})()"""
+
+
+def hold(page: Page, words: str) -> Callable[[], None]:
+    """Hold up the question whose address has these words. Calling what is returned lets it go, and
+    waits until the page has had its answer."""
+    page.run(HOLD.replace("HELD", json.dumps(words)))
+
+    def let_go() -> None:
+        page.wait(lambda: page.run("!!window.letGo"))
+        page.run("window.letGo()")
+        page.wait(lambda: page.run("window.isThere"))
+
+    return let_go
+
+
+def turn_to(page: Page, run: str) -> None:
+    page.run(f"(document.getElementById('run').value = {json.dumps(run)})")
+    page.run("document.getElementById('run').dispatchEvent(new Event('change'))")
+
+
+def test_an_answer_that_comes_late_is_not_shown_over_a_newer_one(page: Page, address: str) -> None:
+    page.open(address, view="overview", run="second")
+    page.wait_for("#overview", "Success in training")
+    let_go = hold(page, "overview?run=first")
+    turn_to(page, "first")
+    page.click('[data-view="runs"]')
+    page.wait_for("#overview", "second against first")
+    let_go()
+    assert "second against first" in page.text("#overview")
+
+    page.open(address, view="rollouts", run="first")
+    page.wait(lambda: page.rows)
+    row = page.rows[0]
+    let_go = hold(page, "facets?run=second")
+    turn_to(page, "second")
+    page.click(f'[data-id="{row}"]')
+    page.wait(lambda: page.all("#reader .head"))
+    let_go()
+    assert page.all("#reader .head") and page.run("document.getElementById('run').value") == "first"
+
+
 def test_two_thousand_rollouts_are_one_small_page(page: Page, address: str) -> None:
     page.open(address, view="rollouts", run="big")
     page.wait_for("#count", "2,000 rollouts")

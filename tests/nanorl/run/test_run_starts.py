@@ -3,21 +3,26 @@ the weights that RL began with."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanoinfer.params import SamplingParams
 from nanorl import cli
-from nanorl.commands.evaluate import EvalOptions
+from nanorl.commands.evaluate import EvalOptions, run_evaluation
 from nanorl.envs.http_record.record_config import HttpConfig
 from nanorl.observability.store import RolloutStore
 from nanorl.options.run_config import RunConfig
 from nanorl.run.continuation import find_origin
 from nanorl.run.failed_start import take_away_failed_start
 from nanorl.run.parse import parse_arguments
+from nanorl.run.restarts import RunToEnd
 from nanorl.run.saved_models import SavedModels, find_models
 
 GAME = """
@@ -162,6 +167,29 @@ def test_an_evaluation_plays_what_rl_began_with(
         played = {rollout.task_id: rollout.tokens for rollout in again.query()}
         before = [one for one in first.query() if one.rollout_id.startswith("eval-before")]
     assert played == {rollout.task_id: rollout.tokens for rollout in before} and len(played) == 4
+
+
+def test_an_evaluation_does_not_write_over_one_that_chose_the_same_folder(
+    warm: Path, tmp_path: Path
+) -> None:
+    """Two that begin together both find the first name free. One is here within the other."""
+    saved = find_models(str(warm))
+    options = EvalOptions(model=str(warm), num_tasks=1, out=tmp_path / "out")
+    config = replace(options.run_config(saved), model=str(saved.place))
+
+    def play(title: str, run_to_end: RunToEnd = asyncio.run) -> None:
+        sampling = SamplingParams(temperature=0)
+        run_evaluation(config, title=title, samples=1, sampling=sampling, run_to_end=run_to_end)
+
+    def late(coroutine: Any) -> Any:
+        """The other begins to play, and has written, before this one does."""
+        play("first")
+        return asyncio.run(coroutine)
+
+    with pytest.raises(ValueError, match="another evaluation was written there meanwhile"):
+        play("second", late)
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["title"] == "first"
+    assert not (tmp_path / "out" / "lock").exists()
 
 
 def test_a_fork_may_begin_where_rl_began(warm: Path, tmp_path: Path) -> None:

@@ -187,10 +187,19 @@ def test_impossible_limits_name_the_value() -> None:
 
 
 def test_usage_is_reported(pool: SandboxPool) -> None:
-    result = pool.run_sync("x = b'x' * (100 << 20)\nwhile True: pass", timeout_s=0.5)
-    assert result.status is ExecStatus.TIMEOUT
-    assert result.wall_s >= 0.5 and result.backend == "bwrap"
-    assert result.maxrss_bytes >= 100 << 20 or result.cpu_s > 0.05
+    late = pool.run_sync("while True: pass", timeout_s=0.5)
+    assert late.status is ExecStatus.TIMEOUT
+    assert late.wall_s >= 0.5 and late.backend == "bwrap"
+    busy = """
+import time
+x = b"x" * (100 << 20)
+while time.process_time() < 0.2: pass
+print("x" * (1 << 20), flush=True)
+while True: pass
+"""
+    killed = pool.run_sync(busy, timeout_s=60)  # by its output, once it has used all that
+    assert killed.status is ExecStatus.OUTPUT_LIMIT
+    assert killed.maxrss_bytes >= 100 << 20 and killed.cpu_s > 0.05
     assert pool.run_sync("pass").cpu_s < 0.4
 
 
@@ -398,10 +407,16 @@ def test_the_server_keeps_no_descriptor_of_a_run() -> None:
         assert worker is not None
         server = children(worker.pid)[1]
 
+        def descriptors() -> list[str]:
+            places = Path(f"/proc/{server}/fd").iterdir()
+            return [os.readlink(place) for place in places]
+
         def num_open() -> int:
-            """Once the next child has been forked."""
+            """Once the next child has been forked, and the server has all that it holds of it: the
+            pidfd comes last."""
             wait_until(lambda: len(children(worker.pid)) == 4)
-            return len(os.listdir(f"/proc/{server}/fd"))
+            wait_until(lambda: any("pidfd" in one for one in descriptors()))
+            return len(descriptors())
 
         before = num_open()
         for _ in range(4):

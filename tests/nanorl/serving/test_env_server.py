@@ -22,6 +22,7 @@ from typing import Any
 import fault_servers
 import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
+from waiting import until
 
 import nanorl
 from nanoinfer.params import SamplingParams
@@ -276,6 +277,48 @@ def test_a_full_server_is_waited_for_and_forgotten_episodes_expire(
             with pytest.raises(InfrastructureError, match=r"404.*has expired"):
                 await forgotten.step("1")
         assert Game.open_now == 0, "a server that ends closes what it holds"
+
+    in_time(run())
+
+
+class SlowGame(Game):
+    """Opens for ever where it is asked to, and closes when it may."""
+
+    in_reset = in_close = 0
+    may_close: asyncio.Event
+
+    async def reset(self) -> None:  # type: ignore[override]
+        super().reset()
+        if self.task.prompt == "slow":
+            SlowGame.in_reset += 1
+            await asyncio.sleep(600)
+
+    async def close(self) -> None:  # type: ignore[override]
+        SlowGame.in_close += 1
+        await SlowGame.may_close.wait()
+        super().close()
+
+
+def test_a_server_that_ends_leaves_no_episode_that_was_being_opened_or_closed() -> None:
+    async def run() -> None:
+        SlowGame.may_close = asyncio.Event()
+        server = EnvServer(Kit(EnvClassKind(SlowGame)), ServeLimits(takes_tasks=True))  # type: ignore[arg-type]
+        async with server.listening("127.0.0.1", 0) as url:
+            opened = json.loads((await asked(url, "/reset", b'{"task": {"prompt": "quick"}}'))[1])
+            bodies = {
+                "/reset": {"task": {"prompt": "slow"}},
+                "/close": {"episode": opened["episode"]},
+            }
+            calls = [
+                asyncio.create_task(asked(url, path, json.dumps(body).encode()))
+                for path, body in bodies.items()
+            ]
+            await until(lambda: SlowGame.in_reset and SlowGame.in_close)
+            assert Game.open_now == 2
+            asyncio.get_running_loop().call_later(0.3, SlowGame.may_close.set)
+        assert Game.open_now == 0 and not server._episodes
+        said = [status for status, _ in await asyncio.gather(*calls)]
+        assert said[0] == 503 and said[1] in (200, 503)
 
     in_time(run())
 

@@ -206,9 +206,14 @@ def test_a_client_whose_connection_breaks_at_every_verb_trains_the_same(served: 
     direct.close("success").result()
 
 
-def start(folder: Path, root: Path, **given: Any) -> tuple[subprocess.Popen[str], str]:
+COMMAND = ("-m", "nanorl.serve_training")
+
+
+def start(
+    folder: Path, root: Path, command: tuple[str, str] = COMMAND, **given: Any
+) -> tuple[subprocess.Popen[str], str]:
     """The command, as a process of its own, and where it says that it listens."""
-    words = [sys.executable, "-m", "nanorl.serve_training", "--model", str(folder), "--port", "0"]
+    words = [sys.executable, *command, "--model", str(folder), "--port", "0"]
     words += ["--checkpoints", str(root), "--threads", "1", "--infer.num-blocks", "64"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, **given)
@@ -263,17 +268,51 @@ def test_a_service_that_stops_takes_no_more_requests() -> None:
     asyncio.run(late())
 
 
+def test_a_request_that_has_just_come_ends_with_its_model() -> None:
+    """It waits for its turn only when the event loop goes on."""
+
+    async def run() -> None:
+        futures = Futures(max_bytes=1000)
+        line = Line("model", futures)
+        name = line.submit(3, "optim_step", pytest.fail)
+        line.close()
+        answer = await futures.fetch(name, limit_s=5.0)
+        assert answer is not None and b"was cancelled" in answer.body
+
+    asyncio.run(run())
+
+
+LONG_TRAINING = """
+import sys
+from nanorl.cli import main
+from nanorl.serving.training_service.trained_model import TrainedModel
+
+compute = TrainedModel.forward_backward
+
+def long(self, request):
+    print("it trains", flush=True)
+    sys.stdin.read()
+    return compute(self, request)
+
+TrainedModel.forward_backward = long
+sys.exit(main(["serve-training", *sys.argv[1:]]))
+"""
+
+
 def test_ctrl_c_ends_a_service_that_trains_without_a_traceback(
     folder: Path, tmp_path: Path
 ) -> None:
-    process, url = start(folder, tmp_path, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process, url = start(folder, tmp_path, ("-c", LONG_TRAINING), **pipes)
     client = tinker.ServiceClient(base_url=url, api_key=own_key(tmp_path))
     model = client.create_lora_training_client(base_model=str(folder), rank=2).result()
     model.forward_backward([datum()] * 400, "cross_entropy")
     model.optim_step(ADAM)
+    assert process.stdout is not None
+    assert "it trains\n" in iter(process.stdout.readline, "")
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+        time.sleep(0.1)  # else two may be taken for one
     _, told = process.communicate(timeout=60)
     let_go(client)
     assert process.returncode == 130 and "Traceback" not in told, told

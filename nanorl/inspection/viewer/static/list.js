@@ -72,7 +72,10 @@ export class RolloutList {
       this.next = found.next;
       this.draw();
     } catch (error) {
-      if (!signal.aborted) this.count.textContent = error.message;
+      if (signal.aborted) return;
+      this.asked.delete(offset);
+      if (this.total === null) this.query = ""; // to be asked again
+      this.count.textContent = error.message;
     }
   }
 

@@ -17,10 +17,12 @@ const form = byId("filters");
 let runs = [];
 let drawn = ""; // what the reader, or the wide view, shows
 let task = null; // of the view of a task
+let turn = 0; // counts what was asked for: an answer that comes later than the next one's is dropped
 
 // -- what is shown --------------------------------------------------------------------------------
 
 async function render() {
+  const mine = ++turn;
   const place = complete(here());
   const wide = { overview: "overview", runs: "overview", rollouts: "rollouts" }[place.view] ?? "wide";
   for (const name of ["overview", "rollouts", "wide"]) byId(name).hidden = name !== wide;
@@ -34,9 +36,10 @@ async function render() {
   document.title = `${place.id || place.task || place.view} – ${place.run}`;
   sayStatus(place);
   try {
-    if (place.view === "rollouts") await showRollouts(place);
-    else await showWide(byId(wide), place);
+    if (place.view === "rollouts") await showRollouts(place, mine);
+    else await showWide(byId(wide), place, mine);
   } catch (error) {
+    if (mine !== turn) return;
     const node = place.view === "rollouts" ? byId("reader") : byId(wide);
     node.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
   }
@@ -55,8 +58,9 @@ function complete(place) {
   return whole;
 }
 
-async function showRollouts(place) {
+async function showRollouts(place, mine) {
   await fillFilters(place);
+  if (mine !== turn) return;
   const shown = list.show();
   const key = JSON.stringify([place.run, place.phase, place.id, place.mode]);
   if (key !== drawn) {
@@ -80,29 +84,35 @@ async function showReader(reader, place, key) {
   if (place.mode === "tokens") showTokens(node.querySelector(".body"), doc, placeOf(place));
 }
 
-async function showWide(node, place) {
+async function showWide(node, place, mine) {
   drawn = "";
   task = null;
+  const fresh = el("div");
   const parts = {
-    overview: () => drawing(node, "overview", { run: place.run }),
-    runs: () => drawing(node, "overview", {}),
-    group: () => showGroup(node, place),
-    task: async () => { task = await showTask(node, place); },
+    overview: () => drawing(fresh, "overview", { run: place.run }),
+    runs: () => drawing(fresh, "overview", {}),
+    group: () => showGroup(fresh, place),
+    task: () => showTask(fresh, place),
   };
   if (!(place.view in parts)) throw new Error(`there is no view ${place.view}`);
-  await parts[place.view]();
+  const found = await parts[place.view]();
+  if (mine !== turn) return;
+  node.replaceChildren(...fresh.childNodes);
+  task = found ?? null;
 }
 
 async function drawing(node, path, query) {
   node.replaceChildren(...(await askDrawing(path, query)));
 }
 
-let known = "";
+let known = "", wanted = "";
 /** The choices of the filters, where they are not those of the run and phase yet. */
 async function fillFilters(place) {
   const key = JSON.stringify([place.run, place.phase, runs.find((r) => r.name === place.run).version]);
+  wanted = key;
   if (key !== known) {
     const found = await ask("facets", { run: place.run, phase: place.phase });
+    if (wanted !== key) return;
     known = key;
     const run = runs.find((one) => one.name === place.run);
     options(form.elements.phase, run.phases.map((phase) => [phase.id, phase.title]));
@@ -140,9 +150,10 @@ async function follow() {
   const isNew = runs.some((run) => run.name === place.run && run.version !== before.get(run.name));
   if (!isNew) return;
   if (place.view === "rollouts") {
+    if (list.total === null) return render(); // there was nothing yet
     await fillFilters(place);
     await list.refresh();
-  } else if (place.view === "overview" || place.view === "runs") await showWide(byId("overview"), place);
+  } else if (place.view === "overview" || place.view === "runs") await showWide(byId("overview"), place, ++turn);
 }
 
 async function watch() {
