@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from nanorl.sandbox import (
     protocol,
 )
 from nanorl.sandbox import stream_frames as frames
-from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox, worker_frames
+from nanorl.sandbox.backends import BACKENDS, guest, oci, open_sandbox, worker_frames
 from nanorl.sandbox.backends import box as boxes
 from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.backends.landlock import LandlockBackend
@@ -329,7 +330,7 @@ def test_a_guest_that_lies_breaks_its_box(forgery: str, monkeypatch: pytest.Monk
     argv = [sys.executable, "-I", "-S", "-c", _GUEST + FORGERIES[forgery]]
     box = boxes.SandboxBox(boxes.Launch(argv=argv, config={}))
     try:
-        box.wait_until_ready(20)
+        box.wait_until_ready(200)
         execution = program_execution(LIMITS, "print(1)", {}, timeout_s=0.2)
         with pytest.raises(boxes.BoxBrokenError):
             box.perform(execution, "test")
@@ -337,12 +338,82 @@ def test_a_guest_that_lies_breaks_its_box(forgery: str, monkeypatch: pytest.Monk
         box.close()
 
 
+TRUTH = "send(5, b'out'); send(6, b'err'); send(7, result.pack(run_id, 0, 3 << 8, 0.5, 0.6, 9))"
+
+
+def test_a_host_that_stood_still_takes_no_box_for_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result comes after it has looked for it, and before it looks at the clock."""
+    late_s, has_ended = 0.0, list[bool]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr(boxes, "time", clock)
+    box = boxes.SandboxBox(
+        boxes.Launch(argv=[sys.executable, "-I", "-S", "-c", _GUEST + TRUTH], config={})
+    )
+    next_frame = box._next_frame
+
+    def look_and_stand_still(deadline: float) -> Any:
+        nonlocal late_s
+        found = next_frame(deadline)
+        if not has_ended and not box._outgoing:
+            has_ended.append(eventually(lambda: box._process.poll() is not None))
+            late_s = 1e6
+        return found
+
+    try:
+        box.wait_until_ready(200)
+        monkeypatch.setattr(box, "_next_frame", look_and_stand_still)
+        done = box.perform(program_execution(LIMITS, "", {}), "test")
+        assert (done.exit_code, done.stdout, done.stderr) == (3, b"out", b"err")
+        assert has_ended == [True]
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["ended meanwhile", "goes on"])
+def test_a_guest_that_stood_still_ends_no_program_that_has_ended(comes: bool) -> None:
+    server: Any = guest.GuestServer.__new__(guest.GuestServer)
+    server.config, server._ended, server._reap = {"watch_bytes": 0}, {}, lambda: None
+    job = guest.Job(worker_frames.JobOrder(bytes(16), 1000.0, protocol.REPL, 0, 0, b"", b""))
+    looks = []
+
+    def look(job: guest.Job, talk: None) -> None:
+        if looks and comes:
+            job.end(protocol.FLAG_DONE)
+        looks.append(job)
+        job.deadline = 0.0  # it stood still until long after
+
+    server._poll = look
+    server._wait(job, 1)
+    assert job.flags == (protocol.FLAG_DONE if comes else protocol.FLAG_TIMEOUT)
+
+
+def test_a_guest_that_stood_still_while_it_killed_looks_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server: Any = guest.GuestServer.__new__(guest.GuestServer)
+    server._ended, server._reap = {}, lambda: None
+    now_s, alive = 0.0, [{1}, {1}, set[int]()]
+
+    def descendants() -> set[int]:
+        nonlocal now_s
+        now_s += 4.0  # it stands still
+        return alive.pop(0)
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda _: None)
+    monkeypatch.setattr(guest, "time", clock)
+    monkeypatch.setattr(guest, "_descendants", descendants)
+    monkeypatch.setattr(guest, "_signal_all", lambda *_: None)
+    server._clean(None, set())
+    alive += [{1}] * 9
+    with pytest.raises(SystemExit, match="cannot be killed"):
+        server._clean(None, set())
+
+
 def test_a_guest_that_tells_the_truth_is_believed() -> None:
-    truth = "send(5, b'out'); send(6, b'err'); send(7, result.pack(run_id, 0, 3 << 8, 0.5, 0.6, 9))"
-    argv = [sys.executable, "-I", "-S", "-c", _GUEST + truth]
+    argv = [sys.executable, "-I", "-S", "-c", _GUEST + TRUTH]
     box = boxes.SandboxBox(boxes.Launch(argv=argv, config={}))
     try:
-        box.wait_until_ready(20)
+        box.wait_until_ready(200)
         done = box.perform(program_execution(LIMITS, "", {}), "test")
         assert (done.status, done.exit_code, done.stdout, done.stderr) == (
             "error",
