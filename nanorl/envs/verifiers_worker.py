@@ -273,8 +273,8 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _is_starting(pid: int) -> bool:
-    """Whether a process whose environment was empty had none yet: the kernel lays it out at the
-    end of exec, and who started the program may have been told of it before."""
+    """True for a process whose environment was empty because it had none yet: the kernel lays it
+    out at the end of exec, and who started the program may have been told of it before."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
