@@ -32,7 +32,7 @@ GUARD = Path(__file__).with_name("guard.py")
 ANSWER_FILE = "answer.txt"
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_CONNECTIONS = 128  # of one program
-_END_S = 5.0  # the guard has so long to end what it guards
+_END_S = 30.0  # the guard has so long to end what it guards: killed, it would leave some of it
 _CHUNK_BYTES = 1 << 16
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
 from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from agent_programs import wait_until_dead
+from waiting import until, wait_until
 
 from nanorl.agents.agent_program import AgentProgram, ProgramResult, ProgramStart
 
@@ -97,3 +101,40 @@ def test_a_program_that_is_ended_while_the_loop_stands_still_is_ended(
             await program.close()
 
     assert late.run(play()).reason == "timeout"
+
+
+HIDES = """
+import os, subprocess, sys, time
+hidden = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(hidden.pid))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_a_guard_that_stands_still_for_seconds_ends_what_hides_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """Nobody else could: what hides in a session of its own is the guard's to find."""
+    told = tmp_path / "pid"
+    start = ProgramStart(argv=[sys.executable, "-c", HIDES, str(told)], environment={})
+
+    async def play() -> None:
+        program = AgentProgram(start, 1 << 14)
+        try:
+            guard = (await program._begin()).pid
+            await until(told.exists)
+            os.kill(guard, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(6.0, os.kill, guard, signal.SIGCONT)
+            await program._end()
+        finally:
+            await program.close()
+
+    asyncio.run(play())
+    hidden = int(told.read_text())
+    try:
+        assert wait_until_dead([hidden]) == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(hidden, signal.SIGKILL)
