@@ -32,7 +32,7 @@ GUARD = Path(__file__).with_name("guard.py")
 ANSWER_FILE = "answer.txt"
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_CONNECTIONS = 128  # of one program
-_END_S = 5.0  # the guard has so long to end what it guards
+_END_S = 30.0  # the guard has so long to end what it guards: killed, it would leave some of it
 _CHUNK_BYTES = 1 << 16
 
 
@@ -142,7 +142,7 @@ class AgentProgram:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     reason = next(why for one, why in waiting.items() if one.done())
                     if reason == "memory":
-                        process.kill()  # no time for the guard, which should have seen it
+                        _kill(process)  # no time for the guard, which should have seen it
                 finally:
                     for one in waiting:
                         one.cancel()
@@ -265,13 +265,15 @@ class AgentProgram:
             async with asyncio.timeout(_END_S):
                 await process.wait()
         except TimeoutError:
-            process.kill()
+            _kill(process)
             await process.wait()
         if self._readers:
             await asyncio.wait(self._readers, timeout=1.0)  # somebody else may hold a pipe open
 
     def _result(self, reason: str) -> ProgramResult:
         report, answer = self._report()
+        if reason == "timeout" and report.get("reason") == "":
+            reason = ""  # it had ended by itself, and this loop was late
         box = self._start.box
         if not reason and box is not None and box.is_out_of_memory:
             reason = "memory"
@@ -298,6 +300,11 @@ class AgentProgram:
             if isinstance(report, dict):
                 return report, answer
         return {"exit_code": -signal.SIGKILL}, b""
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it has ended, and this loop was late
+        process.kill()
 
 
 class Relay:

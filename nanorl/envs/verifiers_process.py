@@ -53,7 +53,8 @@ class VerifiersProcess:
         cannot be loaded, or does not say them."""
         try:
             life = self._living()
-            pending = life.ask({"tasks": most})
+            pending = life.pending()
+            life.send(pending, {"tasks": most})
             pending.ended.result(START_S)
             return pending.tasks
         except (InfrastructureError, TimeoutError) as error:
@@ -66,11 +67,14 @@ class VerifiersProcess:
         and its key."""
         # A thread: loading may take long, and a process that hangs does not read.
         life = await asyncio.to_thread(self._living)
-        pending = await asyncio.to_thread(life.ask, {"play": row, **ask})
+        pending = life.pending()
         try:
             async with asyncio.timeout(timeout_s):
+                await asyncio.to_thread(life.send, pending, {"play": row, **ask})
                 return await asyncio.wrap_future(pending.ended)
         except TimeoutError as error:
+            if pending.ended.done() and not pending.ended.cancelled():
+                return pending.ended.result()  # this loop was late
             limit = f"--env-args timeout_s={timeout_s:g}"
             raise InfrastructureError(f"its episode took longer than {limit}") from error
         finally:
@@ -96,6 +100,7 @@ class _Pending:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.is_sent = False
         self.tasks: list[Json] = []
         self.ended: Future[Json] = Future()
         self.has_answered = threading.Event()
@@ -148,33 +153,51 @@ class _Life:
             self.kill("it was not loaded")
             raise
 
-    def ask(self, request: Json) -> _Pending:
-        """Send a request."""
+    def pending(self) -> _Pending:
+        """A request that is still to be sent."""
         pending = _Pending(next(self._numbers))
         with self._lock:
             if self.reason is not None:
                 raise InfrastructureError(self.reason)
             self._pending[pending.number] = pending
-        self._write({"id": pending.number, **request})
         return pending
+
+    def send(self, pending: _Pending, request: Json) -> None:
+        """Send a request, unless it was let go. A process that hangs may hold this up until it is
+        killed."""
+        with self._lock:
+            if pending.number not in self._pending:
+                return
+            pending.is_sent = True
+        self._write({"id": pending.number, **request})
 
     def let_go(self, pending: _Pending) -> None:
         """Have an episode cancelled that nobody waits for, and the process killed where it does not
         do so."""
-        threading.Thread(target=self._let_go, args=(pending,), daemon=True).start()
+        with self._lock:
+            if not pending.is_sent:
+                self._pending.pop(pending.number, None)
+                return
+        # Two threads: a process that hangs holds up whoever writes to it.
+        for work in (self._cancel, self._await_end):
+            threading.Thread(target=work, args=(pending,), daemon=True).start()
 
-    def _let_go(self, pending: _Pending) -> None:
+    def _cancel(self, pending: _Pending) -> None:
         self._write({"id": pending.number, "cancel": True})
+
+    def _await_end(self, pending: _Pending) -> None:
         if not pending.has_answered.wait(LETTING_GO_S):
             self.kill(f"it did not end an episode within {LETTING_GO_S:g} s")
 
     def close(self) -> None:
         """Have it end by itself, and end it otherwise."""
-        with suppress(OSError):
-            if self._process.stdin is not None:
+        assert self._process.stdin is not None
+        if self._writing.acquire(timeout=LETTING_GO_S):  # else it hangs, and holds a writer up
+            with suppress(OSError):
                 self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LETTING_GO_S)
+            self._writing.release()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(LETTING_GO_S)
         self.kill("it was closed")
 
     def kill(self, reason: str) -> None:

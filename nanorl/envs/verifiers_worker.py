@@ -248,8 +248,10 @@ def kill_marked(mark: str, *, spared: int | None = None) -> None:
     wanted = f"{MARK}={mark}".encode()
     until = time.monotonic() + ENDING_S
     while time.monotonic() < until:
-        left = [pid for pid in _pids() if wanted in _environment(pid) and pid != spared]
-        if not left:
+        environments = {pid: _environment(pid) for pid in _pids() if pid != spared}
+        left = [pid for pid, found in environments.items() if wanted in found]
+        empty = [pid for pid, found in environments.items() if found == [b""]]
+        if not left and not any(map(_is_starting, empty)):
             return
         for pid in left:
             with suppress(ProcessLookupError):
@@ -268,6 +270,17 @@ def _environment(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def _is_starting(pid: int) -> bool:
+    """True for a process whose environment was empty because it had none yet: the kernel lays it
+    out at the end of exec, and who started the program may have been told of it before."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    num_bytes, start, end = (int(fields[place - 3]) for place in (23, 50, 51))  # see proc(5)
+    return num_bytes > 0 and (start == 0 or end > start)
 
 
 def _end_after(requests: int) -> None:

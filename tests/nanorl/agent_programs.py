@@ -101,7 +101,7 @@ class Silent:
         await asyncio.Event().wait()
 
 
-def wait_until_dead(pids: list[int], limit_s: float = 20.0) -> list[int]:
+def wait_until_dead(pids: list[int], limit_s: float = 200.0) -> list[int]:
     """Wait for processes that are somebody else's children; those that live on after that time."""
     living = []
     for pid in pids:

@@ -42,8 +42,14 @@ class McpConnection:
         self._log: TextIO | None = None
 
     async def tools(self) -> list[Any]:
-        """The server's own descriptions of its tools."""
-        return cast("list[Any]", (await (await self._connected()).list_tools()).tools)
+        """The server's own descriptions of its tools, which it may take as long to say as to
+        start."""
+        client = await self._connected()
+        try:
+            async with asyncio.timeout(self._start_s):
+                return cast("list[Any]", (await client.list_tools()).tools)
+        except Exception as error:  # the boundary to a transport of another package
+            raise self._lost(client, error) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """The result of one call. ToolError where it is refused or takes too long."""

@@ -259,12 +259,13 @@ class GuestServer:
     def _wait(self, job: Job, pid: int, talk: socket.socket | None = None) -> None:
         """Until the process ends, or says so, or has gone too far."""
         while not job.is_over:
+            is_late = time.monotonic() >= job.deadline  # before it looks: it may stand still
             self._poll(job, talk)
             self._reap()
             if pid in self._ended:
                 job.status = self._ended.pop(pid)
                 job.end(0)
-            elif time.monotonic() >= job.deadline:
+            elif is_late and not job.is_over:
                 job.end(protocol.FLAG_TIMEOUT)
             elif self.config["watch_bytes"] and self._is_too_large(job):
                 job.end(protocol.FLAG_MEMORY)
@@ -368,15 +369,16 @@ class GuestServer:
 
     def _clean(self, job: Job, standing: set[int]) -> None:
         """Kills all that the job left; ends the whole box where that does not help."""
-        deadline = time.monotonic() + _CLEAN_LIMIT_S
+        deadline, is_late = time.monotonic() + _CLEAN_LIMIT_S, False
         while alive := _descendants() - standing:
-            if time.monotonic() > deadline:
+            if is_late:
                 raise SystemExit(f"processes that cannot be killed: {sorted(alive)}")
             if os.getpid() == 1:
                 usage.stop_all()  # else a program that forks fast enough outruns the loop
             _signal_all(alive, signal.SIGKILL)
             time.sleep(0.0005)
             self._reap()
+            is_late = time.monotonic() > deadline
         self._reap()
         self._ended.clear()
 

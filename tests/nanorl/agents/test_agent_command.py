@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agent_programs
@@ -25,9 +26,12 @@ from agent_programs import (
     wait_until_dead,
     written,
 )
-from waiting import eventually
+from waiting import eventually, until
 
+from nanorl.agents import agent_program
+from nanorl.agents.agent_program import ProgramResult
 from nanorl.agents.command import Command
+from nanorl.agents.endpoint.endpoint_server import ApiSession
 from nanorl.agents.loops import load_loop
 from nanorl.options.agent_config import AgentConfig
 from nanorl.task import Task
@@ -38,10 +42,38 @@ BOTH = pytest.mark.parametrize("in_sandbox", [False, True], ids=["plain", "sandb
 
 
 def rollout_of(
-    folder: Path, body: str, said: list[str], task: Task = TASK, **options: Any
+    folder: Path,
+    body: str,
+    said: list[str],
+    task: Task = TASK,
+    kind: type[Command] = Command,
+    **options: Any,
 ) -> Rollout:
-    command = Command(command=written(folder, body), **options)
+    command = kind(command=written(folder, body), **options)
     return asyncio.run(play(command, ScriptedGenerator(TINY, list(said)), task))
+
+
+class LimitedOnceAnswered(Command):
+    """Its limit begins with the first answer: on a busy machine a program may start slowly."""
+
+    async def run(self, told: Any, session: ApiSession, http: Any) -> ProgramResult:
+        limit = asyncio.timeout(None)
+
+        async def begin() -> None:
+            await until(lambda: session.recording.num_answers, 200.0)
+            limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+        def timeout(limit_s: float) -> asyncio.Timeout:
+            return limit if limit_s == self.timeout_s else asyncio.timeout(limit_s)
+
+        clocks = SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
+        beginning = asyncio.ensure_future(begin())
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(agent_program, "asyncio", clocks)
+                return await super().run(told, session, http)
+        finally:
+            beginning.cancel()
 
 
 @BOTH
@@ -133,7 +165,8 @@ def test_at_its_time_limit_it_ends_with_all_that_it_started(
 ) -> None:
     elsewhere = "PIDS = '/tmp/pids'\n" if in_sandbox else ""
     body = elsewhere + FAMILY + "ask('x'); time.sleep(600)"
-    rollout = rollout_of(tmp_path, body, [SECRET], timeout_s=5.0, in_sandbox=in_sandbox)
+    options: dict[str, Any] = {"kind": LimitedOnceAnswered, "timeout_s": 1.0}
+    rollout = rollout_of(tmp_path, body, [SECRET], in_sandbox=in_sandbox, **options)
     assert rollout.metrics["agent_timeout"] == 1.0
     assert eventually(lambda: not sleepers())
     if not in_sandbox:
@@ -148,7 +181,7 @@ def test_a_cancelled_rollout_ends_it(tmp_path: Path, in_sandbox: bool) -> None:
         command = Command(command=written(tmp_path, body), in_sandbox=in_sandbox)
         playing = asyncio.ensure_future(play(command, Silent(is_asked)))
         await is_asked.wait()
-        assert len(sleepers()) == 1
+        await until(lambda: len(sleepers()) == 1)  # Popen returns while the kernel starts it
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
@@ -219,15 +252,21 @@ def test_a_flood_of_output_ends_it(tmp_path: Path, in_sandbox: bool) -> None:
     ("body", "reasons"),
     [
         ("while True:\n    try: os.fork()\n    except OSError: pass", "timeout memory"),
-        ("held = [bytearray(b'x' * (8 << 20)) for _ in range(64)]", "memory"),
+        ("held = [bytearray(b'x' * (8 << 20)) for _ in range(64)]; time.sleep(600)", "memory"),
         ("import signal\nfor n in (2, 15): signal.signal(n, 1)\ntime.sleep(600)", "timeout"),
         ("os.kill(1, 9); os.kill(1, 15); time.sleep(600)", "ended"),
-        ("file = open('big', 'wb')\nwhile True: file.write(bytes(1 << 20))", "memory"),
+        (
+            "file = open('big', 'wb', 0)\nwhile True:\n"
+            "    try: file.write(bytes(1 << 20))\n    except OSError: pass",
+            "memory",
+        ),
     ],
     ids=["fork bomb", "memory", "hang", "kills its guard", "fills the disk"],
 )
 def test_hostile_programs_end_in_the_sandbox(tmp_path: Path, body: str, reasons: str) -> None:
-    options = {"in_sandbox": True, "memory_mb": 192, "timeout_s": 5.0}
+    options: dict[str, Any] = {"in_sandbox": True, "memory_mb": 192}
+    if "timeout" in reasons:
+        options |= {"kind": LimitedOnceAnswered, "timeout_s": 3.0}
     child = f"subprocess.Popen(['sleep', '{SLEEP}'], start_new_session=True)"
     rollout = rollout_of(tmp_path, f"ask('x')\n{child}\n{body}", [SECRET], **options)
     assert rollout.status is Status.FINISHED

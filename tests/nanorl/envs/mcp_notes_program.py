@@ -1,8 +1,9 @@
 """An MCP server that keeps notes, and writes its pid into a file: mcp_notes_program.py FILE [how].
 
 It speaks the protocol by hand, so it starts in no time. how: `deaf` ends neither with its input nor
-by a polite signal, `stuck` does so and never answers, `again` is stuck when FILE has a line
-already, `marked` says of its tools that they only read.
+by a polite signal, `stuck` does so and never answers, and says in FILE.stuck that it is; `again` is
+stuck when FILE has a line already, `marked` says of its tools that they only read, `silent` never
+says which it has, and `short` ends when it is asked that.
 """
 
 import json
@@ -44,6 +45,10 @@ def serve() -> None:
         asked = json.loads(line)
         if "id" not in asked:
             continue
+        if asked["method"] == "tools/list" and HOW == "short":
+            return
+        if asked["method"] == "tools/list" and HOW == "silent":
+            continue
         said = answer(asked["method"], asked.get("params", {}))
         error = {"error": {"code": -32601, "message": "no such method"}}
         told = error if said is None else {"result": said}
@@ -56,7 +61,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with open(FILE, "a") as file:
         print(os.getpid(), file=file, flush=True)
-    if not is_stuck:
+    if is_stuck:
+        with open(f"{FILE}.stuck", "a") as file:
+            print(os.getpid(), file=file, flush=True)
+    else:
         serve()
     while HOW == "deaf" or is_stuck:
         time.sleep(60)

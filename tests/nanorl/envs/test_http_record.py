@@ -41,6 +41,7 @@ from nanorl.observability.store import RolloutStore
 Reply = tuple[int, bytes]
 Get = Callable[[str], Reply]
 ROOT = Path(__file__).resolve().parents[3]
+SOON_S = 200.0  # far more than anything here takes
 
 
 def place(server: CountingServer) -> str:
@@ -54,7 +55,7 @@ def with_urllib(proxy: RecordingProxy) -> Get:
 
     def get(url: str) -> Reply:
         try:
-            with opener.open(url, timeout=20) as reply:
+            with opener.open(url, timeout=SOON_S) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -65,7 +66,11 @@ def with_urllib(proxy: RecordingProxy) -> Get:
 def with_httpx(proxy: RecordingProxy) -> Get:
     context = ssl.create_default_context(cafile=str(proxy.access.ca_file))
     client = httpx.Client(
-        proxy=proxy.access.url, verify=context, trust_env=False, follow_redirects=True, timeout=20
+        proxy=proxy.access.url,
+        verify=context,
+        trust_env=False,
+        follow_redirects=True,
+        timeout=SOON_S,
     )
 
     def get(url: str) -> Reply:
@@ -82,7 +87,7 @@ def with_requests(proxy: RecordingProxy) -> Get:
     client.verify = str(proxy.access.ca_file)
 
     def get(url: str) -> Reply:
-        reply = client.get(url, timeout=20)
+        reply = client.get(url, timeout=SOON_S)
         return reply.status_code, reply.content
 
     return get
@@ -282,7 +287,7 @@ def test_body_method_and_chosen_headers_make_a_request_another(
     config = HttpConfig(mode="record", allow=(place(server),), key_headers=("X-Page",))
     with (
         RecordingProxy(config, store=store) as proxy,
-        httpx.Client(proxy=proxy.access.url, trust_env=False) as client,
+        httpx.Client(proxy=proxy.access.url, trust_env=False, timeout=SOON_S) as client,
     ):
         texts = [
             client.post(url, content=body, headers=headers).text
@@ -305,7 +310,7 @@ def test_no_secret_is_written_and_none_is_needed_for_a_replay(
     headers = {"Authorization": SECRETS[0], "Cookie": SECRETS[1], "X-Api-Key": SECRETS[0]}
     config = HttpConfig(mode="record", allow=(place(server),))
     with RecordingProxy(config, store=store) as proxy:
-        with httpx.Client(proxy=proxy.access.url, trust_env=False) as client:
+        with httpx.Client(proxy=proxy.access.url, trust_env=False, timeout=SOON_S) as client:
             recorded = client.get(url, headers=headers)
         assert proxy.take_counts()["recorded"] == 1
         data = b"".join(file.read_bytes() for file in store.parent.glob("http.sqlite*"))
@@ -334,12 +339,14 @@ def test_size_time_and_token_are_limits(server: CountingServer, store: Path) -> 
         get = with_httpx(proxy)
         assert "--http.max-body-mb 1" in message(get(f"{url}/large"))
         assert get("http://127.0.0.1:9/")[0] == 502
-        reply = httpx.post(f"{url}/a", content=b"x" * (2 << 20), proxy=proxy.access.url)
+        reply = httpx.post(
+            f"{url}/a", content=b"x" * (2 << 20), proxy=proxy.access.url, timeout=SOON_S
+        )
         assert reply.status_code == 413
         bare = f"http://127.0.0.1:{proxy.access.port}"
-        assert httpx.get(f"{url}/a", proxy=bare).status_code == 407
+        assert httpx.get(f"{url}/a", proxy=bare, timeout=SOON_S).status_code == 407
         with pytest.raises(httpx.ProxyError, match="407"):
-            httpx.get("https://example.org", proxy=bare)
+            httpx.get("https://example.org", proxy=bare, timeout=SOON_S)
         assert get(f"{url}/live") != get(f"{url}/live"), "nothing is kept in this mode"
     assert not store.exists()
 
@@ -397,7 +404,8 @@ except PermissionError as error:
         words = [str(access.port), access.token, str(access.ca_file), place(server)]
         done = subprocess.run(
             [sys.executable, "-c", code, *words],
-            capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=SOON_S,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     page, refusal = done.stdout.splitlines()
     assert page == "GET /entered, 1", done.stderr

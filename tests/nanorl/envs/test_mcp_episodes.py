@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import until, wait_until
 
 import nanorl
+from nanorl.envs.tools import mcp_connection
 from nanorl.envs.tools.base import ToolContext
 from nanorl.envs.tools.mcp import McpTool, mcp_tools
 from nanorl.task import Task
@@ -204,14 +207,37 @@ def test_who_finds_no_free_server_in_time_is_told_of_the_bound(servers: Servers)
     asyncio.run(play())
 
 
-def test_a_server_that_hangs_at_its_start_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def limits_once_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The limits of starts; one is over as soon as its server is stuck, however busy the machine
+    was until then."""
+    limits, stuck = list[float](), tmp_path / "pids.stuck"
+
+    def num_stuck() -> int:
+        return len(stuck.read_text().split()) if stuck.exists() else 0
+
+    async def wait_for(ready: asyncio.Future[Any], limit_s: float) -> Any:
+        limits.append(limit_s)
+        num_before = num_stuck()
+        await until(lambda: ready.done() or num_stuck() > num_before, SOON_S)
+        return await asyncio.wait_for(ready, 0.0)
+
+    patched = SimpleNamespace(**vars(asyncio) | {"wait_for": wait_for})
+    monkeypatch.setattr(mcp_connection, "asyncio", patched)
+    return limits
+
+
+def test_a_server_that_hangs_at_its_start_is_killed(
+    tmp_path: Path, limits_once_stuck: list[float]
+) -> None:
     stuck = Servers(tmp_path, "stuck")
     with pytest.raises(InfrastructureError, match="does not start"):
         mcp_tools(stuck.command, start_timeout_s=5.0)
+    assert len(stuck.pids) == 1
     until_gone(stuck.pids)
     (tmp_path / "pids").unlink()
     again = Servers(tmp_path, "again")
-    tools = by_name(mcp_tools(again.command, start_timeout_s=5.0, max_servers=1))
+    tools = by_name(mcp_tools(again.command, start_timeout_s=6.0, max_servers=1))
 
     async def play() -> None:
         for _ in range(2):  # its place is free again
@@ -221,8 +247,23 @@ def test_a_server_that_hangs_at_its_start_is_killed(tmp_path: Path) -> None:
             await context.close()
 
     asyncio.run(play())
-    assert len(again.pids) == 3
+    assert len(again.pids) == 3 and limits_once_stuck == [5.0, 6.0, 6.0, 6.0]
     until_gone(again.pids)
+
+
+@pytest.mark.parametrize("how", ["silent", "short"])
+def test_a_server_that_does_not_say_its_tools_is_given_up(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = SimpleNamespace(
+        **vars(asyncio) | {"wait_for": lambda ready, _: asyncio.wait_for(ready, SOON_S)}
+    )
+    monkeypatch.setattr(mcp_connection, "asyncio", started)  # it may take its time for that
+    mute = Servers(tmp_path, how)
+    with pytest.raises(InfrastructureError, match="failed: "):
+        mcp_tools(mute.command, start_timeout_s=0.5 if how == "silent" else SOON_S)
+    assert len(mute.pids) == 1
+    until_gone(mute.pids)
 
 
 def test_an_episode_that_is_cancelled_while_its_server_starts_leaves_none(tmp_path: Path) -> None:

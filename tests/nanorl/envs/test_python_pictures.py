@@ -29,7 +29,7 @@ DRAW = f"open('out/b.png', 'wb').write({PNG!r})\nopen('out/a.png', 'wb').write({
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    with SandboxPool(SandboxSpec(timeout_s=5.0, warm_sessions=0)) as pool:
+    with SandboxPool(SandboxSpec(timeout_s=60.0, warm_sessions=0)) as pool:
         yield pool
 
 
@@ -43,7 +43,7 @@ def ran(pool: SandboxPool, *codes: str, max_images: int = 4) -> list[str | Shown
     task = Task("p", files={"data.txt": "17"})
 
     async def main() -> list[str | Shown]:
-        context = ToolContext(task=task, sandbox=pool, timeout_s=5)
+        context = ToolContext(task=task, sandbox=pool, timeout_s=60)
         return [await tool.run(context, {"code": code}) for code in codes]
 
     return asyncio.run(main())
@@ -134,7 +134,7 @@ class Draw(nanorl.Env):
 
 def played(seer: Seer, pool: SandboxPool, code: str, monkeypatch: Any) -> Rollout:
     monkeypatch.setattr(Draw, "code", code)
-    services = Services(tokenizer=seer.tokenizer, sandbox=pool, timeout_s=5.0)
+    services = Services(tokenizer=seer.tokenizer, sandbox=pool, timeout_s=60.0)
     return seer.play(EnvClassKind(Draw).open(services), Task("draw"), max_turns=2)
 
 

@@ -48,7 +48,7 @@ ADD = {"tests": TESTS, "entry_point": "add"}
     ],
 )
 def sandbox(request: pytest.FixtureRequest) -> Iterator[WorkspaceSandbox]:
-    with open_sandbox(request.param, SandboxSpec(timeout_s=10.0)) as pool:  # type: ignore[attr-defined]
+    with open_sandbox(request.param, SandboxSpec(timeout_s=60.0)) as pool:  # type: ignore[attr-defined]
         yield pool
 
 
@@ -56,7 +56,7 @@ def score(
     sandbox: WorkspaceSandbox,
     code: str | None,
     data: dict[str, Any] | None = None,
-    timeout_s: float = 5,
+    timeout_s: float = 60,
 ) -> float:
     task = Task("Write it.", data=ADD if data is None else data)
     transcript = Transcript(messages=[], text=code or "", answer=code)
@@ -228,7 +228,7 @@ def add(a, b):
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_forgery_pays(sandbox: WorkspaceSandbox, name: str) -> None:
-    limit_s = 1.0 if name in ("hangs", "leaves a thread behind") else 5.0
+    limit_s = 1.0 if name in ("hangs", "leaves a thread behind") else 60.0
     assert score(sandbox, FORGERIES[name], timeout_s=limit_s) == 0.0
     assert score(sandbox, "def add(a, b): return a + b") == 1.0, "the next one is judged as ever"
 

@@ -14,15 +14,17 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_text
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
-from waiting import wait_until
+from waiting import until, wait_until
 
 from nanoengine.formats.hf import save_model
 from nanoengine.model.transformer import Transformer
@@ -32,7 +34,7 @@ from nanorl.agents.endpoint.endpoint_server import RecordingServer
 from nanorl.agents.endpoint.recording import Recording
 from nanorl.agents.limits import Limits
 from nanorl.cli import main
-from nanorl.envs import verifiers_process
+from nanorl.envs import verifiers_process, verifiers_worker
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
 from nanorl.envs.verifiers_process import VerifiersProcess
@@ -281,18 +283,93 @@ FAULTS = {
 def test_a_worker_with_a_fault_is_ended_with_all_that_it_started(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifiers_process, "LETTING_GO_S", 0.2)
+    if fault != "dies":  # it may take its time for that, and to say why
+        monkeypatch.setattr(verifiers_process, "LETTING_GO_S", 0.2)
     body, message = FAULTS[fault]
     python = fake_python(tmp_path, body)
     process = VerifiersProcess(python, env="any", config={}, folders=[])
 
     async def play() -> None:
-        await process.play({}, {}, timeout_s=0.2 if fault == "hangs" else 60.0)
+        await process.play({}, {}, timeout_s=0.2 if fault == "hangs" else 200.0)
 
     with pytest.raises(InfrastructureError, match=message):
         asyncio.run(play())
     process.close()
     wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["is out of time", "is closed"])
+def test_a_worker_that_reads_nothing_more_is_ended_though_somebody_writes_to_it(
+    is_closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_process, "LETTING_GO_S", 0.2)
+    python = fake_python(tmp_path, f"{READY}\ntime.sleep(600)")
+    process = VerifiersProcess(python, env="any", config={}, folders=[])
+
+    async def play() -> None:
+        limit_s = 1000.0 if is_closed else 0.5
+        row = {"text": "x" * (1 << 20)}
+        long = asyncio.ensure_future(process.play(row, {}, timeout_s=limit_s))
+        await until(lambda: process._life)
+        life: Any = process._life
+        try:
+            async with asyncio.timeout(60.0):
+                if is_closed:
+                    await until(life._writing.locked)
+                    await asyncio.to_thread(process.close)
+                await long
+        finally:
+            life._process.kill()  # nothing would end the thread that writes to it, else
+
+    with pytest.raises(InfrastructureError, match="it was closed" if is_closed else "took longer"):
+        asyncio.run(play())
+    process.close()
+    wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
+
+
+def test_an_episode_that_ended_while_the_loop_stood_still_was_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = 'print(json.dumps({"id": 1, "result": {"reward": 1.0}}), flush=True)'
+    body = f"{READY}\nsys.stdin.readline()\n{result}\nsys.stdin.read()"
+    process = VerifiersProcess(fake_python(tmp_path, body), env="any", config={}, folders=[])
+
+    async def play() -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+
+        def wait_late(future: Future[Any]) -> asyncio.Future[Any]:
+            def stand_still() -> None:
+                wait_until(future.done)
+                now_s = loop.time()
+                monkeypatch.setattr(loop, "time", lambda: now_s + 1e6)
+
+            loop.call_soon(stand_still)
+            return asyncio.wrap_future(future)
+
+        late = SimpleNamespace(**vars(asyncio) | {"wrap_future": wait_late})
+        monkeypatch.setattr(verifiers_process, "asyncio", late)
+        return await process.play({}, {}, timeout_s=1000.0)
+
+    try:
+        assert asyncio.run(play()) == {"reward": 1.0}
+    finally:
+        process.close()
+
+
+def test_a_process_that_is_still_being_started_is_killed_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who starts one is told so while the kernel has not yet given it its environment."""
+    command, marked = ["sleep", "600"], {**os.environ, verifiers_process.MARK: "of-a-test"}
+    for _ in range(100):
+        started = subprocess.Popen(command, env=marked)
+        monkeypatch.setattr(verifiers_worker, "_pids", lambda pid=started.pid: [pid])
+        verifiers_worker.kill_marked("of-a-test")
+        try:
+            assert started.poll() == -signal.SIGKILL
+        finally:
+            started.kill()
+            started.wait()
 
 
 def test_the_last_words_of_a_worker_are_waited_for(
@@ -309,7 +386,7 @@ def test_the_last_words_of_a_worker_are_waited_for(
     python = fake_python(tmp_path, FAULTS["dies"][0])
     process = VerifiersProcess(python, env="any", config={}, folders=[])
     with pytest.raises(InfrastructureError, match=FAULTS["dies"][1]):
-        asyncio.run(process.play({}, {}, timeout_s=60.0))
+        asyncio.run(process.play({}, {}, timeout_s=200.0))
     process.close()
 
 
@@ -318,7 +395,7 @@ def test_a_worker_whose_log_overflows_answers_all_the_same(tmp_path: Path) -> No
     flood = 'sys.stderr.write("x" * 50_000_000)'
     body = f"{READY}\nsys.stdin.readline()\n{flood}\n{result}\nsys.stdin.read()"
     process = VerifiersProcess(fake_python(tmp_path, body), env="any", config={}, folders=[])
-    assert asyncio.run(process.play({}, {}, timeout_s=60.0)) == {"reward": 1.0}
+    assert asyncio.run(process.play({}, {}, timeout_s=200.0)) == {"reward": 1.0}
     process.close()
     wait_until(lambda: not marked_processes(), told=marked_processes)  # killed, and on their way
 
@@ -357,7 +434,7 @@ def fake_verifiers(folder: Path, body: str, version: str = "0.4.0") -> None:
 def test_a_worker_keeps_its_requests_and_answers_from_the_environment(
     body: str, version: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifiers_process, "START_S", 60.0)
+    monkeypatch.setattr(verifiers_process, "START_S", 200.0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     fake_verifiers(tmp_path, body, version)
     process = VerifiersProcess(sys.executable, env="any", config={}, folders=[])
@@ -379,10 +456,10 @@ def test_a_worker_that_hangs_ends_with_its_parent(sent: signal.Signals, tmp_path
         env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_until(lambda: any("sleep" in one for one in marked_processes()), 60.0)
+        wait_until(lambda: any("sleep" in one for one in marked_processes()), 200.0)
     finally:
         parent.send_signal(sent)
-    parent.wait(60.0)
+    parent.wait(200.0)
     wait_until(lambda: not marked_processes(), told=marked_processes)
 
 

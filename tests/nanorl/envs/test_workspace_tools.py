@@ -24,7 +24,7 @@ FILES = {"a.py": "x = 1\ny = 1\n\ndef f():\n    return x\n", "empty": ""}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    with SandboxPool(SandboxSpec(timeout_s=5.0, warm_sessions=0)) as pool:
+    with SandboxPool(SandboxSpec(timeout_s=60.0, warm_sessions=0)) as pool:
         yield pool
 
 
@@ -33,7 +33,10 @@ def turns(pool: SandboxPool, *calls: list[tuple[str, dict[str, Any]]]) -> list[l
 
     async def main() -> list[list[str]]:
         context = ToolContext(
-            task=Task("p"), sandbox=pool, timeout_s=5, open_session=lambda: pool.open_session(FILES)
+            task=Task("p"),
+            sandbox=pool,
+            timeout_s=60,
+            open_session=lambda: pool.open_session(FILES),
         )
         try:
             said = []

@@ -31,7 +31,7 @@ from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.base import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
-SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20)
+SPEC = SandboxSpec(timeout_s=60.0, memory_bytes=192 << 20)
 # What the next program sees of the world. Nothing that a program does may change a byte of it.
 PROBE = r"""
 import builtins, gc, hashlib, json, math, os, random, sys, threading
@@ -319,7 +319,7 @@ def main() -> int:
     arguments = parser.parse_args()
     become_subreaper()
     found, rows = [], []
-    limit_s = 30.0 if arguments.sandbox == "microvm" else SPEC.timeout_s  # it may be emulated
+    limit_s = 30.0 if arguments.sandbox == "microvm" else 5.0  # it may be emulated
     spec = replace(SPEC, image=arguments.image, engine=arguments.engine, timeout_s=limit_s)
     with examination(spec, arguments.sandbox) as examiner:
         for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:

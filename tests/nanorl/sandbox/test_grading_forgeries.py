@@ -17,14 +17,14 @@ TESTS = {f"test_{n}.py": idiom.test() for n, idiom in enumerate(IDIOMS)}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    with SandboxPool(SandboxSpec(timeout_s=5.0, tmp_bytes=16 << 20)) as pool:
+    with SandboxPool(SandboxSpec(timeout_s=60.0, tmp_bytes=16 << 20)) as pool:
         yield pool
 
 
 def graded(pool: SandboxPool, files: dict[str, str], tests: dict[str, str]) -> Verdict:
     async def main() -> Verdict:
         async with await pool.open_session(files) as session:
-            return await grade(session, tests, 10)
+            return await grade(session, tests, 60)
 
     return asyncio.run(main())
 

@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from nanorl.sandbox import (
     protocol,
 )
 from nanorl.sandbox import stream_frames as frames
-from nanorl.sandbox.backends import BACKENDS, oci, open_sandbox, worker_frames
+from nanorl.sandbox.backends import BACKENDS, guest, oci, open_sandbox, worker_frames
 from nanorl.sandbox.backends import box as boxes
 from nanorl.sandbox.backends.backend_pool import BoxPool
 from nanorl.sandbox.backends.landlock import LandlockBackend
@@ -46,7 +47,7 @@ from nanorl.sandbox.session import Session, WorkspaceError
 
 pytestmark = pytest.mark.sandbox
 PROGRAMS = {program.name: program for program in HOSTILE}
-LIMITS = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20, tmp_bytes=16 << 20)
+LIMITS = SandboxSpec(timeout_s=60.0, memory_bytes=192 << 20, tmp_bytes=16 << 20)
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start what this leaves out")
 has_landlock = pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")
 
@@ -169,19 +170,19 @@ def test_programs_end_as_they_do_in_bwrap(pool: WorkspaceSandbox) -> None:
 
 def test_a_session_keeps_files_and_names_and_ends_processes(pool: WorkspaceSandbox) -> None:
     async def script(session: Session) -> list[Any]:
-        said = [(await session.shell("cat a.txt; sleep 98.76 & echo done", 5)).stdout]
-        await session.repl("x = 40", 5)
-        said.append((await session.repl("x + 2", 5)).stdout)
+        said = [(await session.shell("cat a.txt; sleep 98.76 & echo done", 60)).stdout]
+        await session.repl("x = 40", 60)
+        said.append((await session.repl("x + 2", 60)).stdout)
         await session.write("deep/b.txt", "kept")
         before = await session.snapshot()
-        await session.shell("rm -rf deep; ln -s /etc/passwd link; mkfifo pipe", 5)
+        await session.shell("rm -rf deep; ln -s /etc/passwd link; mkfifo pipe", 60)
         for name in ("link", "pipe", "../../etc/passwd"):
             with pytest.raises(WorkspaceError):
                 await session.read(name)
         await session.restore(before)
         said.append(await session.read("deep/b.txt"))
-        said.append((await session.repl("x", 5)).status)
-        said.append((await session.run("import os; os._exit(7)", 5)).exit_code)
+        said.append((await session.repl("x", 60)).status)
+        said.append((await session.run("import os; os._exit(7)", 60)).exit_code)
         return said
 
     said = play(pool, script, **{"a.txt": "hello "})
@@ -201,7 +202,7 @@ def _read(path: Path) -> bytes:
 def test_a_folder_too_large_to_copy_is_refused(pool: WorkspaceSandbox) -> None:
     async def script(session: Session) -> None:
         for n in range(4):
-            await session.shell(f"truncate -s 15M {n}", 5)
+            await session.shell(f"truncate -s 15M {n}", 60)
         with pytest.raises(WorkspaceError, match="more than"):
             await session.snapshot()
 
@@ -210,9 +211,9 @@ def test_a_folder_too_large_to_copy_is_refused(pool: WorkspaceSandbox) -> None:
 
 def test_cases_are_checked_and_hidden_tests_refused(pool: WorkspaceSandbox) -> None:
     async def script(session: Session) -> Any:
-        verdict = await check(session, [Case("from m import f\nresult = f(1)", 2)], 5)
+        verdict = await check(session, [Case("from m import f\nresult = f(1)", 2)], 60)
         with pytest.raises(SandboxUnavailable, match="tests cannot be kept"):
-            await grade(session, {"test_m.py": "def test_f(): assert True"}, 5)
+            await grade(session, {"test_m.py": "def test_f(): assert True"}, 60)
         return verdict.reward
 
     assert play(pool, script, **{"m.py": "def f(x): return x + 1"}) == 1.0
@@ -329,7 +330,7 @@ def test_a_guest_that_lies_breaks_its_box(forgery: str, monkeypatch: pytest.Monk
     argv = [sys.executable, "-I", "-S", "-c", _GUEST + FORGERIES[forgery]]
     box = boxes.SandboxBox(boxes.Launch(argv=argv, config={}))
     try:
-        box.wait_until_ready(20)
+        box.wait_until_ready(200)
         execution = program_execution(LIMITS, "print(1)", {}, timeout_s=0.2)
         with pytest.raises(boxes.BoxBrokenError):
             box.perform(execution, "test")
@@ -337,12 +338,82 @@ def test_a_guest_that_lies_breaks_its_box(forgery: str, monkeypatch: pytest.Monk
         box.close()
 
 
+TRUTH = "send(5, b'out'); send(6, b'err'); send(7, result.pack(run_id, 0, 3 << 8, 0.5, 0.6, 9))"
+
+
+def test_a_host_that_stood_still_takes_no_box_for_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result comes after it has looked for it, and before it looks at the clock."""
+    late_s, has_ended = 0.0, list[bool]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr(boxes, "time", clock)
+    box = boxes.SandboxBox(
+        boxes.Launch(argv=[sys.executable, "-I", "-S", "-c", _GUEST + TRUTH], config={})
+    )
+    next_frame = box._next_frame
+
+    def look_and_stand_still(deadline: float) -> Any:
+        nonlocal late_s
+        found = next_frame(deadline)
+        if not has_ended and not box._outgoing:
+            has_ended.append(eventually(lambda: box._process.poll() is not None))
+            late_s = 1e6
+        return found
+
+    try:
+        box.wait_until_ready(200)
+        monkeypatch.setattr(box, "_next_frame", look_and_stand_still)
+        done = box.perform(program_execution(LIMITS, "", {}), "test")
+        assert (done.exit_code, done.stdout, done.stderr) == (3, b"out", b"err")
+        assert has_ended == [True]
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["ended meanwhile", "goes on"])
+def test_a_guest_that_stood_still_ends_no_program_that_has_ended(comes: bool) -> None:
+    server: Any = guest.GuestServer.__new__(guest.GuestServer)
+    server.config, server._ended, server._reap = {"watch_bytes": 0}, {}, lambda: None
+    job = guest.Job(worker_frames.JobOrder(bytes(16), 1000.0, protocol.REPL, 0, 0, b"", b""))
+    looks = []
+
+    def look(job: guest.Job, talk: None) -> None:
+        if looks and comes:
+            job.end(protocol.FLAG_DONE)
+        looks.append(job)
+        job.deadline = 0.0  # it stood still until long after
+
+    server._poll = look
+    server._wait(job, 1)
+    assert job.flags == (protocol.FLAG_DONE if comes else protocol.FLAG_TIMEOUT)
+
+
+def test_a_guest_that_stood_still_while_it_killed_looks_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server: Any = guest.GuestServer.__new__(guest.GuestServer)
+    server._ended, server._reap = {}, lambda: None
+    now_s, alive = 0.0, [{1}, {1}, set[int]()]
+
+    def descendants() -> set[int]:
+        nonlocal now_s
+        now_s += 4.0  # it stands still
+        return alive.pop(0)
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda _: None)
+    monkeypatch.setattr(guest, "time", clock)
+    monkeypatch.setattr(guest, "_descendants", descendants)
+    monkeypatch.setattr(guest, "_signal_all", lambda *_: None)
+    server._clean(None, set())
+    alive += [{1}] * 9
+    with pytest.raises(SystemExit, match="cannot be killed"):
+        server._clean(None, set())
+
+
 def test_a_guest_that_tells_the_truth_is_believed() -> None:
-    truth = "send(5, b'out'); send(6, b'err'); send(7, result.pack(run_id, 0, 3 << 8, 0.5, 0.6, 9))"
-    argv = [sys.executable, "-I", "-S", "-c", _GUEST + truth]
+    argv = [sys.executable, "-I", "-S", "-c", _GUEST + TRUTH]
     box = boxes.SandboxBox(boxes.Launch(argv=argv, config={}))
     try:
-        box.wait_until_ready(20)
+        box.wait_until_ready(200)
         done = box.perform(program_execution(LIMITS, "", {}), "test")
         assert (done.status, done.exit_code, done.stdout, done.stderr) == (
             "error",
@@ -363,7 +434,7 @@ def test_a_program_that_ends_its_server_gains_nothing() -> None:
         assert pool.run_sync("print(1)").stdout == b"1\n"
 
         async def script(session: Session) -> list[Any]:
-            first = await session.run(code, 5)
+            first = await session.run(code, 60)
             return [first.status, first.notice != "", await session.read("a")]
 
         assert play(pool, script, a="again") == ["error", True, b"again"]

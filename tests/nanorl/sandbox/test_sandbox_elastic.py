@@ -14,7 +14,7 @@ from nanorl.sandbox import ExecStatus, SandboxPool, SandboxSpec
 from nanorl.sandbox.dispatch import Dispatcher, State
 
 pytestmark = pytest.mark.sandbox
-SPEC = SandboxSpec(timeout_s=20.0)
+SPEC = SandboxSpec(timeout_s=60.0)
 
 
 def num_alive(pool: SandboxPool) -> int:
@@ -27,14 +27,16 @@ def worker_pid(pool: SandboxPool) -> int:
 
 
 def test_a_pool_grows_while_programs_wait_and_shrinks_when_idle() -> None:
-    """Three programs that wait for one another's length would take three times as long on one."""
-    code = "import time; time.sleep(1.5)"
+    """Until it has grown no program ends, so the others wait."""
+    code = "import time; time.sleep(600)"
     before = set(children(os.getpid()))
     with SandboxPool(SPEC, num_workers=1, max_workers=3, idle_s=0.5) as pool:
         assert num_alive(pool) == 1
-        running = [pool._submit(code, None, b"", None) for _ in range(8)]
+        running = [pool._submit(code, None, b"", 600) for _ in range(3)]
+        waiting = [pool._submit("print(1)", None, b"", None) for _ in range(5)]
         assert eventually(lambda: num_alive(pool) == 3)
-        assert all(future.result().status is ExecStatus.OK for future in running)
+        assert all(future.cancel() for future in running)
+        assert all(future.result().status is ExecStatus.OK for future in waiting)
         assert eventually(lambda: num_alive(pool) == 1)
         # One worker's; those of the others may take a moment to end.
         assert eventually(lambda: len(set(children(os.getpid())) - before) <= 5)

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.xdist_group("sandbox"),
     pytest.mark.timeout(900),  # a cold machine compiles first
 ]
-SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=64 << 20, tmp_bytes=4 << 20, tmp_inodes=64)
+SPEC = SandboxSpec(timeout_s=60.0, memory_bytes=64 << 20, tmp_bytes=4 << 20, tmp_inodes=64)
 
 
 @pytest.fixture(scope="module")
@@ -143,36 +143,36 @@ def test_a_session_keeps_files_also_of_programs_that_ran_out_of_time(
         async with await pool.open_session({"a.txt": "hello", "lib/m.py": "x = 1"}) as session:
             assert isinstance(session, Session)
             code = "import os; os.mkdir('d'); open('d/b', 'w').write(open('a.txt').read() * 2)"
-            assert (await session.run(code, 5)).status == "ok"
+            assert (await session.run(code, 60)).status == "ok"
             assert await session.read("d/b") == b"hellohello"
-            await session.run("open('big', 'wb').write(bytes(3 << 20))", 5)
+            await session.run("open('big', 'wb').write(bytes(3 << 20))", 60)
             assert len(await session.read("big")) == 3 << 20
             with pytest.raises(WorkspaceError, match="larger than 9 bytes"):
                 await session.read("big", 9)
-            await session.run("import os; os.remove('big')", 5)
+            await session.run("import os; os.remove('big')", 60)
             before = await session.snapshot()
             code = (
                 "open('late', 'w').write('kept')\nimport os; os.remove('a.txt')\nwhile True: pass"
             )
             assert (await session.run(code, 0.5)).status == "timeout"
             assert await session.read("late") == b"kept"
-            error = await session.run("def f():\n    return 1 / 0\nf()", 5)
+            error = await session.run("def f():\n    return 1 / 0\nf()", 60)
             assert b'File "<program>", line 3, in <module>\n    f()' in error.stderr
-            answers = await check(session, CASES, 5)
+            answers = await check(session, CASES, 60)
             assert answers.reward == 2 / 3 and set(answers.failed) == {"case 2"}
-            done = await session.run("import os; print(sorted(os.listdir('.')))", 5)
+            done = await session.run("import os; print(sorted(os.listdir('.')))", 60)
             assert done.stdout == b"['d', 'late', 'lib']\n"
             await session.restore(before)
             assert await session.read("a.txt") == b"hello"
             with pytest.raises(SandboxUnavailable, match="no processes"):
-                await session.shell("ls", 5)
+                await session.shell("ls", 60)
 
     asyncio.run(script())
 
 
 CHANGING = """
 import os, time
-end, file = time.monotonic() + 1.5, os.open("x", os.O_RDWR | os.O_CREAT)
+end, file = time.monotonic() + 60, os.open("x", os.O_RDWR | os.O_CREAT)
 while time.monotonic() < end:
     os.ftruncate(file, 0)
     os.pwrite(file, b"a", 60 << 20)
@@ -180,14 +180,14 @@ while time.monotonic() < end:
 
 
 def test_a_program_that_changes_faster_than_can_be_followed_has_its_limit() -> None:
-    """It ends by itself after three times its limit, unless somebody looks at the clock."""
+    """It ends by itself after a minute, unless somebody looks at the clock."""
 
     async def script(pool: WorkspaceSandbox) -> None:
         async with await pool.open_session({}) as session:
             assert (await session.run(CHANGING, 0.5)).status == "timeout"
-            assert (await session.run("print(1)", 5)).stdout == b"1\n"
+            assert (await session.run("print(1)", 60)).stdout == b"1\n"
 
-    with open_sandbox("wasm", SandboxSpec(timeout_s=5.0, tmp_bytes=64 << 20)) as pool:
+    with open_sandbox("wasm", SandboxSpec(timeout_s=60.0, tmp_bytes=64 << 20)) as pool:
         asyncio.run(script(pool))
 
 
@@ -216,11 +216,11 @@ def test_what_a_program_wrote_last_is_there_though_its_server_stood_still(
 def test_a_session_restores_folders_that_hold_nothing(pool: WorkspaceSandbox) -> None:
     async def script() -> None:
         async with await pool.open_session({}) as session:
-            await session.run("import os; os.makedirs('a/b')", 5)
+            await session.run("import os; os.makedirs('a/b')", 60)
             before = await session.snapshot()
-            await session.run("import os; os.removedirs('a/b')", 5)
+            await session.run("import os; os.removedirs('a/b')", 60)
             await session.restore(before)
-            done = await session.run("import os; print(os.listdir('.'), os.listdir('a'))", 5)
+            done = await session.run("import os; print(os.listdir('.'), os.listdir('a'))", 60)
             assert done.stdout == b"['a'] ['b']\n"
 
     asyncio.run(script())
@@ -267,7 +267,7 @@ def test_a_server_that_is_killed_as_it_forks_leaves_no_program_behind() -> None:
                 box._process.pid: f"/proc/{box._process.pid}/task/{box._process.pid}/children"
                 for box in pool._runner.supply._taken
             }
-            pool._submit("import time; time.sleep(60)", None, b"", None)
+            pool._submit("import time; time.sleep(600)", None, b"", 600)
             while not (born := [pid for pid, file in files.items() if Path(file).read_text()]):
                 pass
             left += Path(files[born[0]]).read_text().split()

@@ -20,7 +20,7 @@ from nanorl.sandbox.grading import Case, Verdict
 from nanorl.sandbox.session import Session
 
 pytestmark = pytest.mark.sandbox
-SPEC = SandboxSpec(timeout_s=5.0, tmp_bytes=16 << 20)
+SPEC = SandboxSpec(timeout_s=60.0, tmp_bytes=16 << 20)
 RIGHT = "def mean(xs):\n    if not xs: raise ValueError('empty')\n    return sum(xs) / len(xs)\n"
 WRONG = "def mean(xs):\n    return 7\n"
 
@@ -53,7 +53,7 @@ if [ "$(python3 -c 'import json, stats; print(json.dumps(stats.mean([1, 2])))')"
 else
     echo 0 > /logs/verifier/reward.txt
 fi
-sleep 0.3
+while [ -e /tmp/behind ]; do sleep 0.01; done
 """
 # `-c` has the folder on its path only where PYTHONSAFEPATH is not set.
 SCRIPT = SCRIPT.replace(
@@ -69,6 +69,20 @@ def mean(xs):
 """
 
 
+# Leaves a process that writes a verdict of its own behind the script's, which waits for that.
+BEHIND = """
+import os, subprocess, sys
+reward = '/logs/verifier/reward.txt'
+open('/tmp/behind', 'w').close()
+code = f'''
+import os, time
+def is_old(found): return found.st_mtime_ns == {os.stat(reward).st_mtime_ns} or not found.st_size
+while is_old(os.stat({reward!r})): time.sleep(0.01)
+open({reward!r}, 'w').write('1')
+os.unlink('/tmp/behind')
+'''
+subprocess.Popen([sys.executable, '-c', code + LAST], stdout=2, start_new_session=True)
+"""
 # Writes a verdict of its own when the script imports it.
 PAYS = (
     "import os\nREWARD = '/logs/verifier/reward.txt'\n"
@@ -250,20 +264,13 @@ FORGERIES = (
     ),
     Forgery(
         "waits behind the script",
-        {
-            "stats.py": "import os, subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.1; "
-            "echo 1 > /logs/verifier/reward.txt; sleep 9'], stdout=2, start_new_session=True)\n"
-            + WRONG
-        },
+        {"stats.py": BEHIND.replace("LAST", "'time.sleep(9)'") + WRONG},
         SCRIPT,
         (UNWAITED,),
     ),
     Forgery(
         "writes behind the script, and ends",
-        {
-            "stats.py": "import os, subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.1; "
-            "echo 1 > /logs/verifier/reward.txt'], stdout=2, start_new_session=True)\n" + WRONG
-        },
+        {"stats.py": BEHIND.replace("LAST", "''") + WRONG},
         SCRIPT,
         (UNWAITED,),
     ),
@@ -306,8 +313,8 @@ async def verdict_on(pool: SandboxPool, files: Mapping[str, str], test: str) -> 
     async with await pool.open_session(files) as session:
         tests, is_script = laid(test)
         if is_script:
-            return await grading.verify(session, tests, "test.sh", 10)
-        return await grading.grade(session, tests, 10)
+            return await grading.verify(session, tests, "test.sh", 60)
+        return await grading.grade(session, tests, 60)
 
 
 @pytest.fixture(scope="module")
@@ -380,18 +387,18 @@ def test_what_runs_or_was_patched_in_the_session_does_not_reach_the_verdict(
     pool: SandboxPool,
 ) -> None:
     async def script(session: Session) -> None:
-        assert (await session.repl(LEFT_BEHIND, 5)).status == "ok"
-        await session.run(LEFT_BEHIND, 5)
+        assert (await session.repl(LEFT_BEHIND, 60)).status == "ok"
+        await session.run(LEFT_BEHIND, 60)
         await session.write("stats.py", WRONG)
         for test in (FUNCTION, UNITTEST, SCRIPT):
             tests, is_script = laid(test)
             graded = (
-                await grading.verify(session, tests, "test.sh", 10)
+                await grading.verify(session, tests, "test.sh", 60)
                 if is_script
-                else await grading.grade(session, tests, 10)
+                else await grading.grade(session, tests, 60)
             )
             assert graded.reward == 0.0, graded
-        checked = await grading.check(session, CASES, 5)
+        checked = await grading.check(session, CASES, 60)
         assert checked.reward == 0.0, checked
 
     play(pool, {"stats.py": WRONG}, script)
@@ -405,7 +412,7 @@ CASES = [
 
 def test_cases_compare_values_outside(pool: SandboxPool) -> None:
     async def script(session: Session) -> Verdict:
-        return await grading.check(session, CASES, 5)
+        return await grading.check(session, CASES, 60)
 
     assert play(pool, {"stats.py": RIGHT}, script).is_passed
     half = play(pool, {"stats.py": RIGHT.replace("ValueError", "KeyError")}, script)
@@ -450,7 +457,11 @@ REWARDS = (
     ("echo 1 > $V/reward.json; chmod 555 $V", 0.0),
     ("mv $V /tmp/own; echo 1 > /tmp/own/reward.txt; ln -s /tmp/own $V", 0.0),
     ("sleep 0.1 & wait; echo 1 > $V/reward.txt", 1.0),
-    ("(sleep 0.1 &); sleep 2; echo 1 > $V/reward.txt", 1.0),
+    (
+        "(sleep 0.1 & echo $! > /tmp/pid); while kill -0 $(cat /tmp/pid); do sleep 0.01; done\n"
+        "sleep 2; echo 1 > $V/reward.txt",
+        1.0,
+    ),
     ("echo 1 > $V/reward.txt; (sleep 0.1 &); sleep 0.3", 0.0),
     ("""echo '{"a": 1, "b": 1}' > $V/reward.json""", 0.0),
     ("echo yes > $V/reward.txt", 0.0),
@@ -478,10 +489,10 @@ def test_a_scripts_reward_is_a_number_in_its_file(pool: SandboxPool) -> None:
 
 def test_a_folder_that_cannot_be_copied_is_a_failed_one(pool: SandboxPool) -> None:
     async def script(session: Session) -> None:
-        await session.shell("for i in 1 2 3 4; do truncate -s 15M sparse$i; done", 5)
-        assert (await grading.check(session, CASES, 5)).reward == 0.0
-        assert (await grading.grade(session, laid(FUNCTION)[0], 5)).reward == 0.0
-        assert (await grading.verify(session, laid(SCRIPT)[0], "test.sh", 5)).reward == 0.0
+        await session.shell("for i in 1 2 3 4; do truncate -s 15M sparse$i; done", 60)
+        assert (await grading.check(session, CASES, 60)).reward == 0.0
+        assert (await grading.grade(session, laid(FUNCTION)[0], 60)).reward == 0.0
+        assert (await grading.verify(session, laid(SCRIPT)[0], "test.sh", 60)).reward == 0.0
 
     play(pool, {"stats.py": RIGHT}, script)
 
@@ -497,4 +508,4 @@ def test_a_folder_that_cannot_be_copied_is_a_failed_one(pool: SandboxPool) -> No
 )
 def test_tests_that_cannot_be_run_are_refused(pool: SandboxPool, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        play(pool, {}, lambda session: grading.grade(session, {"test_a.py": text}, 5))
+        play(pool, {}, lambda session: grading.grade(session, {"test_a.py": text}, 60))
