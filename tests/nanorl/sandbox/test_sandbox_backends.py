@@ -319,6 +319,7 @@ FORGERIES = {
     "long": "os.write(1, struct.pack('<BI', 7, 0x7fffffff) + bytes(1000)); order()",
     "unknown kind": "send(99, b'')",
     "endless output": "while True: send(5, bytes(1 << 16))",
+    "endless words of nothing": "while True: send(5, b'')",
     "silence": "order()",
     "gone": "sys.exit(0)",
 }
