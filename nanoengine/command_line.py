@@ -17,11 +17,13 @@ import os
 import re
 import select
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 WRONG = 2
@@ -84,6 +86,30 @@ def run_command(
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return STOPPED
+    except Terminated as error:  # whoever sent it sees a process that it has ended
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal ends this process") from error
+
+
+class Terminated(SystemExit):
+    """SIGTERM, in a block that has something to give back; `run_command` ends by it afterwards."""
+
+
+@contextmanager
+def gives_back() -> Iterator[None]:
+    """Have SIGTERM raise `Terminated` in the block, in the main thread; a second one ends the
+    process at once."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require_working_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -159,7 +160,12 @@ def test_the_model_of_a_run_that_goes_on_is_its_newest_checkpoint(
 def server(unfinished: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of `nanorl serve RUN`, and its process."""
     command = [sys.executable, "-m", "nanorl", "serve", str(unfinished), "--port", "0"]
-    process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True)
+    scratch = unfinished.parent / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [*command, "--threads", "1"], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"TMPDIR": str(scratch)},
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         address = next(
@@ -185,6 +191,18 @@ def test_a_run_is_served_by_its_name_and_says_where_the_page_is(
         assert b"<title>Chat</title>" in client._client.get(address).content
     process.send_signal(signal.SIGINT)
     process.wait(timeout=60)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
+def test_a_server_that_is_stopped_leaves_no_model_behind(
+    server: tuple[str, subprocess.Popen[str]], tmp_path: Path, number: int, status: int
+) -> None:
+    """A checkpoint's is written for it: of a large model, gigabytes with every restart."""
+    left = lambda: [one.name for one in (tmp_path / "scratch").glob("nanorl-model-*")]  # noqa: E731
+    assert len(left()) == 1
+    server[1].send_signal(number)
+    assert server[1].wait(timeout=200) == status
+    assert not left()
 
 
 @pytest.mark.parametrize(
