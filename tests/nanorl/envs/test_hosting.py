@@ -81,6 +81,16 @@ def held() -> tuple[int, int, set[str]]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), set(children)
 
 
+def holds_no_more_than(before: tuple[int, int, set[str]]) -> bool:
+    """Soon. What a test before it left may have gone meanwhile, too."""
+
+    def is_so() -> bool:
+        files, threads, children = held()
+        return files <= before[0] and threads <= before[1] and children <= before[2]
+
+    return eventually(is_so)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -112,7 +122,7 @@ def in_time(run: Coroutine[Any, Any, Any]) -> Any:
 def test_faults_in_a_reward_change_no_score_and_leave_nothing(
     sleeper: Callable[[], list[int]],
 ) -> None:
-    async def run() -> tuple[list[Score], int, int]:
+    async def run() -> tuple[list[Score], int, set[str]]:
         reward = HostedReward(REWARD, limits=LIMITS)
         try:
             await reward.start()
@@ -128,17 +138,17 @@ def test_faults_in_a_reward_change_no_score_and_leave_nothing(
                     return await played_again(play, number)
 
             scores = await asyncio.gather(*map(one, range(NUM_ROLLOUTS)))
-            return scores, resident_bytes() - before, len(held()[2])
+            return scores, resident_bytes() - before, held()[2]
         finally:
             reward.close()
 
     before = held()
-    scores, growth, num_children = in_time(run())
+    scores, growth, children = in_time(run())
     assert scores == [Score(hosted_faults.expected(number)) for number in range(NUM_ROLLOUTS)]
     assert growth < 64 << 20
-    assert num_children == len(before[2]) + 1, "the fork server alone is a child"
+    assert len(children - before[2]) == 1, "the fork server alone is a child"
     assert eventually(lambda: not sleeper()), "what the code started lives on"
-    assert held() == before
+    assert holds_no_more_than(before), held()
 
 
 def test_faults_in_an_environment_change_no_episode_and_leave_nothing(
@@ -162,7 +172,7 @@ def test_faults_in_an_environment_change_no_episode_and_leave_nothing(
     played = in_time(run())
     assert played == [played_in_process(number) for number in range(NUM_ROLLOUTS)]
     assert eventually(lambda: not sleeper()), "what the code started lives on"
-    assert held() == before
+    assert holds_no_more_than(before), held()
 
 
 async def play_episode(pool: WorkerPool, text: str) -> Any:
@@ -389,7 +399,7 @@ def test_code_that_cannot_be_loaded_is_refused_up_front(
     with pytest.raises(ValueError, match=message) as caught:
         in_time(run())
     assert "mine.py" in str(caught.value) or "score" in str(caught.value)
-    assert held() == before
+    assert holds_no_more_than(before), held()
 
 
 def test_limits_and_numbers_of_workers_must_be_positive() -> None:
