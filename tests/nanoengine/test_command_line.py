@@ -164,3 +164,28 @@ def test_a_warning_of_ours_is_one_line_and_python_s_own_keep_their_place() -> No
     assert first == "warning: no compiler: install g++"
     assert second == "<string>:5: FutureWarning: use the other"
     assert third == "<string>:8: UserWarning: after it"
+
+
+def test_sigterm_ends_a_program_once_it_has_given_back_what_it_held() -> None:
+    program = (
+        "import signal, sys\n"
+        "from nanoengine.command_line import gives_back, run_command\n"
+        "def work():\n"
+        "    try:\n"
+        "        with gives_back():\n"
+        "            signal.raise_signal(signal.SIGTERM)\n"
+        "    finally:\n"
+        "        print('given back')\n"
+        "if 'first' in sys.argv:\n"
+        "    signal.raise_signal = lambda number, send=signal.raise_signal: (\n"
+        "        signal.getsignal(number) and send(number))\n"
+        "sys.exit(run_command(work))\n"
+    )
+    words = [sys.executable, "-c", program]
+    ended = [
+        subprocess.run([*words, *how], capture_output=True, text=True) for how in ([], ["first"])
+    ]
+    assert [one.stdout for one in ended] == ["given back\n"] * 2
+    assert [one.returncode for one in ended] == [-15, 143], (
+        "no signal ends a container's first process"
+    )
