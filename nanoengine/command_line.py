@@ -19,6 +19,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -98,18 +99,22 @@ class Terminated(SystemExit):
 
 @contextmanager
 def gives_back() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated` in the block, in the main thread; a second one ends the
-    process at once."""
+    """Have SIGTERM raise `Terminated` in the block; a second one ends the process at once. Outside
+    of the main thread, and where somebody else handles the signal, it does nothing."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated(128 + number)  # what a shell reports
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _require_working_folder() -> None:

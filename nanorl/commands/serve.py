@@ -16,7 +16,6 @@ from typing import Annotated
 
 import tyro
 
-from nanoengine.command_line import gives_back
 from nanoengine.extras import missing
 from nanoinfer.server.config import ServerConfig, ServerOptions
 
@@ -49,7 +48,7 @@ def serve(
 
         variables = parse_arguments(saved.run.agent.template_args)
         options = replace(options, default_chat_template_kwargs=json.dumps(variables))
-    with gives_back(), saved.folder() as folder:
+    with saved.folder() as folder:
         print(f"model {name}: {saved.describe()}", flush=True)
         given = {field.name: getattr(options, field.name) for field in fields(ServerOptions)}
         run_server(ServerConfig(model=folder, **given), page_about(saved, folder))

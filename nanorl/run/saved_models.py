@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanoengine.adapters.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.command_line import gives_back
 from nanoengine.formats.hf import load_model, save_model
 from nanoengine.formats.sources import HUB, near, resolve_model
 from nanoengine.optim import DTYPES
@@ -62,12 +63,13 @@ class SavedModels:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """The trained model as a Hugging Face folder. A checkpoint's is gone at the end."""
+        """The trained model as a Hugging Face folder. A checkpoint's is gone at the end, which may
+        be SIGTERM."""
         if not self.is_checkpoint:
             yield self.place
             return
         assert self.run is not None, "a model that is no run's has no checkpoint"
-        with tempfile.TemporaryDirectory(prefix="nanorl-model-") as scratch:
+        with gives_back(), tempfile.TemporaryDirectory(prefix="nanorl-model-") as scratch:
             folder = Path(scratch) / "model"
             _export(self.place, self.base(), folder, self.run)
             yield folder

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,14 @@ import pytest
 import tyro
 
 from nanoengine import command_line
-from nanoengine.command_line import READER_LEFT, WRONG, plain_errors, program, run_command
+from nanoengine.command_line import (
+    READER_LEFT,
+    WRONG,
+    gives_back,
+    plain_errors,
+    program,
+    run_command,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,3 +198,24 @@ def test_sigterm_ends_a_program_once_it_has_given_back_what_it_held() -> None:
     assert [one.returncode for one in ended] == [-15, 143], (
         "no signal ends a container's first process"
     )
+
+
+def test_whoever_handles_sigterm_goes_on_to() -> None:
+    """As a program that uses the library does, whose threads have no say in signals at all."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with gives_back():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+    def in_a_thread() -> None:
+        with gives_back():
+            seen.append(0)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIGTERM, 0]

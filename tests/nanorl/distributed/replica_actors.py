@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -29,16 +30,10 @@ class MortalReplica(Replica):
     def pid(self) -> int:
         return os.getpid()
 
-    async def generate(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        name: str | None = None,
-        sampled: Output | None = None,
-    ) -> Output:
+    async def generate(self, *given: Any, **options: Any) -> Output:
         if self._pauses_at and self._pausing is None:
             self._pausing = asyncio.create_task(self._pause())
-        return await super().generate(ids, params, name, sampled)
+        return await super().generate(*given, **options)
 
     async def _pause(self) -> None:
         """The steps are driven by this loop, too: none or one goes by unseen."""
